@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place that touches private names of torch or Lightning, one function each.
+
+Every function here has a test of its name in `tests/test_upstream.py`, which says in a sentence
+what has moved when a new release breaks it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+
+__all__ = [
+    "GradMark",
+    "all_params",
+    "any_nonfinite_and_multiply_",
+    "as_plain",
+    "batch_number",
+    "grad_marks",
+    "inside_batch",
+    "is_compiled",
+    "is_fitting",
+    "is_log_step",
+    "magnitudes",
+    "moved_since",
+    "multiply_",
+    "native_low_precision",
+    "needs_closure",
+    "sparse_values",
+    "unwrap_optimizer",
+]
+
+_STRIDED = torch.strided
+GradMark: TypeAlias = "tuple[weakref.ref[Tensor], int] | None"
+
+
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer inside Lightning's `LightningOptimizer`, or the argument itself.
+
+    `LightningOptimizer` poses as a subclass of the wrapped class, so `isinstance` cannot tell them
+    apart and their `id()` differs.
+    """
+    inner = getattr(optimizer, "__dict__", {}).get("_optimizer")
+    if isinstance(inner, Optimizer) and hasattr(type(optimizer), "toggle_model"):
+        return inner
+    return cast("Optimizer", optimizer)
+
+
+def any_nonfinite_and_multiply_(grads: list[Tensor], found: Tensor, factor: Tensor) -> None:
+    """Multiply `grads` by `factor` in place and set `found` to 1.0 if one held inf or NaN.
+
+    Non-finite elements keep their value. Version counters do not move. Host sync: none.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
+
+
+def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply `tensors` by a 0-dimensional `factor` in place. Host sync: none."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def magnitudes(tensors: list[Tensor]) -> list[float]:
+    """Return max |x| of each tensor (NaN if it holds one). Host sync: one."""
+    if not tensors:
+        return []
+    norms = [norm.float() for norm in torch._foreach_norm(tensors, float("inf"))]
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return [float(norm) for norm in stacked.tolist()]
+
+
+def sparse_values(grad: Tensor) -> Tensor:
+    """Return the stored values of a sparse gradient, which may be uncoalesced."""
+    return grad._values()
+
+
+def as_plain(grads: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors whose memory holds the values of sparse, complex and sharded gradients.
+
+    A `DTensor` gives its local shard; without this, collectives would run inside the check.
+    """
+    return [
+        g
+        if g.__class__ is Tensor and g.layout is _STRIDED and not g.dtype.is_complex
+        else _memory_of(g)
+        for g in grads
+    ]
+
+
+def _memory_of(grad: Tensor) -> Tensor:
+    if hasattr(grad, "_local_tensor"):
+        grad = cast("Any", grad).to_local()
+    if grad.layout is not _STRIDED:
+        grad = sparse_values(grad)
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def grad_marks(params: Sequence[Tensor]) -> list[GradMark]:
+    """Return, per parameter, identity and version counter of its gradient (None without one).
+
+    Identity is held weakly: a strong reference would keep memory, and `id()` is reused.
+    """
+    return [None if (g := p.grad) is None else (weakref.ref(g), g._version) for p in params]
+
+
+def moved_since(params: Sequence[Tensor], marks: Sequence[GradMark]) -> list[tuple[int, bool]]:
+    """Return `(position, same_tensor)` for each gradient made, replaced or written since `marks`.
+
+    Gradients that are None now are left out. Writes through `.data` and by the unscale kernel do
+    not move the version counter. Host sync: none.
+    """
+    moved = []
+    for i, (p, mark) in enumerate(zip(params, marks, strict=True)):
+        grad = p.grad
+        if grad is None:
+            continue
+        same = mark is not None and mark[0]() is grad
+        if not same or mark is None or mark[1] != grad._version:
+            moved.append((i, same))
+    return moved
+
+
+def is_fitting(trainer: Any) -> bool:
+    """Return whether the Trainer runs `fit` (not validate, test or predict)."""
+    fn = trainer.state.fn
+    return fn is not None and fn.value == "fit"
+
+
+def batch_number(trainer: Any) -> int:
+    """Return the running number of the training batch, across epochs; plain attributes only."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
+def inside_batch(trainer: Any) -> bool:
+    """Return whether the training loop is between a batch's start and the end of its step."""
+    total = trainer.fit_loop.epoch_loop.batch_progress.total
+    return bool(total.ready != total.processed)
+
+
+def is_log_step(trainer: Any) -> bool:
+    """Return whether Lightning's loggers take this batch's metrics."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's `step` cannot work without a closure (LBFGS and its kind)."""
+    if isinstance(optimizer, LBFGS):
+        return True
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def is_compiled(module: Module) -> bool:
+    """Return whether `torch.compile` or `module.compile()` has already taken hold of the module."""
+    compiled_type = torch._dynamo.eval_frame.OptimizedModule
+    return (
+        isinstance(module, compiled_type)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+    )
+
+
+def native_low_precision(device: str) -> tuple[bool, bool]:
+    """Return whether the device computes bfloat16 and float16 natively (not by emulation)."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False), True
+    if device == "cpu":
+        mkldnn = torch.ops.mkldnn
+        return mkldnn._is_mkldnn_bf16_supported(), mkldnn._is_mkldnn_fp16_supported()
+    if device == "xpu":
+        return torch.xpu.is_bf16_supported(), True
+    return False, device == "mps"
+
+
+def all_params(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """Return the parameters of an optimizer's groups, in order."""
+    return [p for group in groups for p in group["params"]]

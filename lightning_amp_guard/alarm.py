@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trouble stops with a name: the errors that end a run which only skips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.errors import AmpGuardError, NonFiniteGradientError, SkipLimitError
+from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
+from lightning_amp_guard.settings import AmpSettings
+from lightning_amp_guard.windows import Lane
+
+__all__ = ["alarm", "nonfinite_parameters"]
+
+
+def nonfinite_parameters(lane: Lane, names: dict[int, str]) -> list[str]:
+    """Return the names of parameters whose gradient is inf or NaN. Host sync: one."""
+    params = [p for cell in lane.cells for p in cell.params if p.grad is not None]
+    grads = _upstream.as_plain([p.grad for p in params if p.grad is not None])
+    sizes = _upstream.magnitudes(grads)
+    return [
+        names.get(id(p), "?") for p, s in zip(params, sizes, strict=True) if not math.isfinite(s)
+    ]
+
+
+def alarm(
+    outcome: StepOutcome,
+    tally: StepTally,
+    settings: AmpSettings,
+    owner: str,
+    lane: Lane,
+    names: dict[int, str],
+    culprit: str | None = None,
+) -> AmpGuardError | None:
+    """Return the error that a skip ends the run with, or `None` to go on. Host sync: one if so.
+
+    Args:
+        outcome: The skipped attempt.
+        tally: The optimizer's counts, this attempt included.
+        settings: `max_consecutive_skips` and `error_if_nonfinite` decide.
+        owner: The plugin's class name, for the message.
+        lane: The optimizer's lane, whose gradients are still as they were found.
+        names: Parameter names by `id`.
+        culprit: The module to blame, where something located it.
+    """
+    limit = settings.max_consecutive_skips
+    if settings.error_if_nonfinite:
+        shown = _listed(nonfinite_parameters(lane, names))
+        return NonFiniteGradientError(
+            f"`{owner}(error_if_nonfinite=True)`: attempt {outcome.attempt} of optimizer"
+            f" {outcome.optimizer_idx} was skipped at scale {outcome.scale:g}: {_what(outcome)}, with"
+            f" non-finite gradients in {shown}. {_remedy(outcome, owner, culprit)}",
+            outcome,
+        )
+    if limit is None or tally.consecutive_skips < limit:
+        return None
+    shown = _listed(nonfinite_parameters(lane, names))
+    return SkipLimitError(
+        f"`{owner}(max_consecutive_skips={limit})`: optimizer {outcome.optimizer_idx} skipped"
+        f" {tally.consecutive_skips} updates in a row, the last (attempt {outcome.attempt}) at scale"
+        f" {outcome.scale:g}: {_what(outcome)}, with non-finite gradients in {shown}. Expected"
+        f" overflows to end once the scale has backed off. {_remedy(outcome, owner, culprit)}",
+        outcome,
+    )
+
+
+def _what(outcome: StepOutcome) -> str:
+    return {
+        SkipReason.NONFINITE_LOSS: "the loss itself was inf or NaN",
+        SkipReason.NONFINITE_GRADIENTS: "the loss was finite and a gradient was inf or NaN",
+        SkipReason.PARTNER_SKIPPED: "its partner's gradients were inf or NaN",
+        None: "",
+    }[outcome.reason]
+
+
+def _remedy(outcome: StepOutcome, owner: str, culprit: str | None) -> str:
+    if culprit is not None:
+        return f'Run the module at fault in float32: `{owner}(fp32_modules=["{culprit}"])`'
+    sentence = outcome.reason.sentence if outcome.reason else ""
+    return f'{sentence} The line to write: `{owner}(fp32_modules=["name.of.module"])`'
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    if not names:
+        return "no parameter of its own"
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(map(repr, names[:4])) + more

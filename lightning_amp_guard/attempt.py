@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt, from the unscaled gradients to its outcome; free of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
+from lightning_amp_guard.scaler import SkipAwareGradScaler, read_flags
+from lightning_amp_guard.settings import AmpSettings
+from lightning_amp_guard.windows import Cell, GradientWindows, Lane, Stage
+
+__all__ = ["AttemptEngine", "Verifier", "WindowKeeper"]
+
+
+class Verifier(Protocol):
+    """Who objects to gradients that were touched while they carried the scale."""
+
+    def verify(self, lanes: Iterable[Lane], cell: Cell) -> None:
+        """Raise or warn if gradients of `cell` were changed behind the scaler's back."""
+
+
+class WindowKeeper(Protocol):
+    """Who keeps one scale per window when the scale moves."""
+
+    def must_wait(self, windows: GradientWindows) -> bool:
+        """Return whether growth has to wait for gradients that others hold."""
+
+    def may_grow(self, windows: GradientWindows, factor: float) -> bool:
+        """Return whether held gradients would stay finite."""
+
+    def scale_moved(self, windows: GradientWindows, ratio: float) -> None:
+        """Bring held gradients to the new scale."""
+
+
+class Reopens(Protocol):
+    """An open window from a checkpoint."""
+
+    saved: dict[str, Any]
+
+    def open(self) -> None:
+        """Give the parameters their gradients back."""
+
+
+class AttemptEngine:
+    """Takes attempts along the path unscale, look, step or skip, move the scale, outcome.
+
+    Holds no reference to a Trainer: a plugin hands in what has to happen between unscaling and
+    stepping, and receives the outcome. One host read per attempt, in `_read`; after a skip one more
+    for the losses.
+
+    Args:
+        settings: The plugin's checked settings.
+        scaler: The scaler in force, or one that stays at 1.0 where losses are not scaled.
+        optimizers: The Trainer's optimizers, in order.
+        tallies: Running counts per optimizer, extended and updated in place.
+        scaling: Whether losses are scaled (FP16).
+        checking: Whether gradients are checked; without it every attempt is applied.
+        manual: Whether the user steps by hand, and may step again without a backward pass.
+    """
+
+    def __init__(
+        self,
+        settings: AmpSettings,
+        scaler: SkipAwareGradScaler,
+        optimizers: list[Any],
+        tallies: list[StepTally],
+        *,
+        scaling: bool = True,
+        checking: bool = True,
+        manual: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.scaler = scaler
+        self.checking = checking
+        self.manual = manual
+        self.windows = GradientWindows(optimizers, scaler, scaling=scaling)
+        self.tallies = tallies
+        self._extend_tallies()
+        self.verifier: Verifier | None = None
+        self.keeper: WindowKeeper | None = None
+        self.agree: Callable[[bool], bool] | None = None
+        self.reopen: Reopens | None = None
+        self.wants_norm: list[Callable[[], bool]] = []
+        self.applied_in_batch = self.overflowed_in_batch = False
+        self.counted_batch: int | None = None
+
+    def lane(self, optimizer: Any) -> Lane:
+        """Return the optimizer's lane."""
+        lane = self.windows.lane(optimizer)
+        self._extend_tallies()
+        return lane
+
+    def _extend_tallies(self) -> None:
+        while len(self.tallies) < len(self.windows.lanes):
+            self.tallies.append(StepTally())
+
+    # ------------------------------------------------------------------ backward
+
+    def before_backward(self, outputs: Tensor | Iterable[Tensor]) -> None:
+        """Prepare every window for the backward pass of `outputs`. Host sync: none."""
+        self._settle(verify=True)
+        losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        detached = [loss.detach() for loss in losses]
+        loss = detached[0] if len(detached) == 1 else torch.stack([d.sum() for d in detached])
+        self.windows.before_backward(loss)
+
+    def after_backward(self) -> None:
+        """Note what the backward pass made. Host sync: none."""
+        self.windows.after_backward()
+
+    def _settle(self, *, verify: bool) -> None:
+        """Close a backward pass that an exception (or a user's own `backward`) left open."""
+        if self.windows.pending is not None:
+            self.windows.after_backward()
+            for cell in self.windows.cells:
+                cell.mark()
+        elif verify:
+            for cell in self.windows.cells:
+                self._verify(cell)
+
+    def _verify(self, cell: Cell) -> None:
+        if self.windows.scaling and self.verifier is not None:
+            self.verifier.verify(self.windows.lanes, cell)
+
+    # ------------------------------------------------------------------ the attempt
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale and check the optimizer's gradients, once per window. Host sync: none."""
+        self._unscale_lane(self.lane(optimizer))
+
+    def _unscale_lane(self, lane: Lane) -> None:
+        if lane.stage is Stage.UNSCALED:
+            return
+        self.windows.refresh()
+        self._settle(verify=False)
+        for cell in lane.cells:
+            self._verify(cell)
+        self.windows.unscale_(lane)
+
+    def attempt(
+        self, lane: Lane, look: Callable[[], object], kwargs: dict[str, Any]
+    ) -> StepOutcome | None:
+        """Unscale, let hooks and clipping look, step or skip; `None` if there is no gradient.
+
+        Args:
+            lane: The optimizer's lane.
+            look: What may look at and change the true gradients before the step.
+            kwargs: For `optimizer.step`.
+
+        Host sync: one, plus one after a skip.
+        """
+        if not lane.has_gradients():
+            look()
+            return None
+        if self.checking:
+            self._unscale_lane(lane)
+            self._check_fresh(lane)
+        lane.norm = None
+        look()
+        nonfinite, norm = self._read(lane)
+        reason = self._blame(lane) if nonfinite else None
+        if reason is None:
+            lane.optimizer.step(**kwargs)
+        return self._conclude(lane, reason, norm)
+
+    def _check_fresh(self, lane: Lane) -> None:
+        """Check gradients that were assigned after an explicit unscale found none."""
+        if not lane.flags:
+            lane.stage = Stage.STEPPED
+            self.windows.unscale_(lane)
+
+    def _read(self, lane: Lane) -> tuple[bool, float | None]:
+        """Return whether a gradient is non-finite, and the norm if there is one: the host read."""
+        flags = list(lane.flags.values())
+        norm = lane.norm
+        if norm is None and any([wants() for wants in self.wants_norm]):
+            grads = [p.grad for c in lane.cells for p in c.params if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+        if norm is None:
+            return read_flags(flags), None
+        together = torch.stack([*(f.to(norm.device) for f in flags), norm.detach().float()])
+        *found, value = together.tolist()
+        return any(found), value
+
+    def _blame(self, lane: Lane) -> SkipReason:
+        bad_loss = lane.had_nonfinite_loss()
+        if self.agree is not None:
+            bad_loss = self.agree(bad_loss)
+        return SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS
+
+    def _conclude(self, lane: Lane, reason: SkipReason | None, norm: float | None) -> StepOutcome:
+        scale, micro_batches = self.scaler.get_scale(), lane.micro_batches
+        lane.stage = Stage.STEPPED
+        if self.manual:
+            for cell in lane.cells:
+                cell.mark()
+        if reason is None:
+            self.applied_in_batch = True
+        elif reason is SkipReason.NONFINITE_GRADIENTS or (
+            reason is SkipReason.NONFINITE_LOSS and self.settings.backoff_on_nonfinite_loss
+        ):
+            self._overflow(lane)
+        outcome = StepOutcome(
+            lane.idx,
+            self.tallies[lane.idx].attempted,
+            reason is None,
+            reason,
+            scale,
+            self.scaler.get_scale(),
+            micro_batches,
+            norm if reason is None else None,
+        )
+        self.tallies[lane.idx] = self.tallies[lane.idx].after(outcome)
+        return outcome
+
+    # ------------------------------------------------------------------ the scale moves
+
+    def _overflow(self, lane: Lane) -> None:
+        self.overflowed_in_batch = True
+        if lane.overflowed_earlier():
+            return  # made at a scale that has backed off since: that was this very overflow
+        before = self.scaler.get_scale()
+        self.scaler.back_off()
+        if self.scaler.get_scale() == before:
+            self.scale_moved(1.0)
+
+    def scale_moved(self, ratio: float) -> None:
+        """Bring held gradients to the new scale. Host sync: none."""
+        if self.keeper is not None:
+            self.keeper.scale_moved(self.windows, ratio)
+
+    def begin_batch(self) -> None:
+        """Open a saved window; count attempts made outside of any training step."""
+        if self.reopen is not None:
+            self.reopen.open()
+            self.reopen = None
+        if self.applied_in_batch or self.overflowed_in_batch:
+            self.end_batch(None)
+
+    def end_batch(self, number: int | None) -> None:
+        """Count the batch towards growth if it had an applied attempt and no overflow.
+
+        Args:
+            number: The batch's running number; one that was counted is not counted again.
+
+        Host sync: none; one when growth is due while gradients are held.
+        """
+        clean = self.applied_in_batch and not self.overflowed_in_batch
+        self.applied_in_batch = self.overflowed_in_batch = False
+        if not clean or (number is not None and number == self.counted_batch):
+            return
+        self.counted_batch = number
+        keeper, policy = self.keeper, self.scaler.policy
+        wait = keeper is not None and keeper.must_wait(self.windows)
+        grows = policy.would_grow(wait=wait, ahead=1)
+        if grows and keeper and not keeper.may_grow(self.windows, policy.settings.growth_factor):
+            policy.growth_tracker += 1
+            return
+        self.scaler.count_clean_batch(wait=wait)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that run in float32 with autocast off, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from lightning_amp_guard import _upstream
+
+__all__ = ["Float32Scopes", "select"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[set[str], list[str]]:
+    """Return the names that `patterns` select, and the patterns that match nothing.
+
+    Args:
+        names: Module names as `named_modules()` gives them.
+        patterns: Names or `fnmatch` patterns; one that begins with "!" takes names away again.
+
+    Example:
+        >>> sorted(select(["encoder", "encoder.a", "head"], ["*", "!encoder.*"])[0])
+        ['encoder', 'head']
+    """
+    kept: set[str] = set()
+    gone: set[str] = set()
+    idle: list[str] = []
+    for pattern in patterns:
+        hits = {name for name in names if fnmatchcase(name, pattern.removeprefix("!"))}
+        (gone if pattern.startswith("!") else kept).update(hits)
+        if not hits:
+            idle.append(pattern)
+    return kept - gone, idle
+
+
+class _Scope:
+    """Enters an autocast context around each call of one module; calls may nest."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]], cast: bool) -> None:
+        self.context, self.cast = context, cast
+        self.entered: list[AbstractContextManager[Any]] = []
+
+    def before(self, module: Module, args: Any, kwargs: Any) -> Any:
+        context = self.context()
+        context.__enter__()
+        self.entered.append(context)
+        return apply_to_collection((args, kwargs), Tensor, _to_float32) if self.cast else None
+
+    def after(self, module: Module, args: Any, output: Any) -> None:
+        if self.entered:
+            self.entered.pop().__exit__(None, None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "entered": []}
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+class Float32Scopes:
+    """Runs chosen modules in float32: autocast off, half precision inputs cast, in forward only.
+
+    Hooks rather than replaced methods, so that copies of the module work on their own weights.
+    A module that a "!" pattern takes out of a chosen one runs under autocast again.
+
+    Args:
+        module: The module to search.
+        patterns: See `select`.
+        device: Device type of the autocast to switch off.
+        autocast: Makes the context to return to.
+
+    Raises:
+        ValueError: A pattern matches no module, or a chosen module is compiled already.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        patterns: Sequence[str],
+        device: str,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._handles: list[RemovableHandle] = []
+        if not patterns:
+            return
+        modules = {name: m for name, m in module.named_modules() if name}
+        chosen, idle = select(list(modules), patterns)
+        if idle:
+            raise ValueError(
+                f"the pattern {idle[0]!r} matches no module. Expected names as in"
+                f" `model.named_modules()`, such as {', '.join(map(repr, list(modules)[:4]))}."
+            )
+        self._refuse_compiled(module, modules, chosen)
+        off = _AutocastOff(device)
+        for name, part in modules.items():
+            if name in chosen:
+                self._install(part, _Scope(off, cast=True))
+            elif any(name.startswith(f"{parent}.") for parent in chosen):
+                self._install(part, _Scope(autocast, cast=False))
+
+    @staticmethod
+    def _refuse_compiled(root: Module, modules: dict[str, Module], chosen: set[str]) -> None:
+        compiled = {name for name, m in modules.items() if _upstream.is_compiled(m)}
+        if _upstream.is_compiled(root):
+            compiled |= chosen
+        for name in sorted(chosen):
+            inside = next((c for c in compiled if f"{name}.".startswith(f"{c}.")), None)
+            if inside is not None:
+                raise ValueError(
+                    f"the module {name!r} is compiled already ({inside!r}): its graph would keep the"
+                    " precision it was traced with. Choose it before compiling, or write"
+                    " `with torch.autocast(device, enabled=False):` inside its forward."
+                )
+
+    def _install(self, part: Module, scope: _Scope) -> None:
+        self._handles += [
+            part.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True),
+            part.register_forward_hook(scope.after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take every hook out again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _AutocastOff:
+    """Makes contexts with autocast off."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device, enabled=False)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every guard has in common, and what it may know of the plugin that drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from typing_extensions import Self
+
+from lightning_amp_guard.attempt import AttemptEngine
+from lightning_amp_guard.outcome import StepOutcome, StepTally
+from lightning_amp_guard.scaler import SkipAwareGradScaler
+from lightning_amp_guard.settings import flag
+
+__all__ = ["Guard", "GuardCore", "Host", "InstancePatch"]
+
+
+class Host(Protocol):
+    """What a guard may know of the plugin: settings, the way to the run, how to speak."""
+
+    scaler: SkipAwareGradScaler | None
+    engine: AttemptEngine | None
+    tallies: list[StepTally]
+    trainer: Any
+    module: Any
+    guards: list[Any]
+
+    def running(self) -> AttemptEngine:
+        """Return the engine of the fit that is under way."""
+
+    def saved_gates(self) -> dict[str, Any]:
+        """Return what the guards have to keep, by guard name."""
+
+    def fail(self, message: str) -> Exception:
+        """Return Lightning's `MisconfigurationException` with `message`."""
+
+    def info(self, message: str) -> None:
+        """Print one line on rank 0."""
+
+    def warn(self, message: str) -> None:
+        """Warn with `AmpGuardWarning` on rank 0."""
+
+    def unguarded(self) -> set[int]:
+        """Return the optimizers that step without an outcome."""
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the module's parameter names by `id(parameter)`."""
+
+
+class GuardCore:
+    """One rule, enforced; driven by the precision plugin, free of Lightning.
+
+    The plugin calls `attach` once the optimizers of a fit exist, `after_outcome` after each attempt
+    and `detach` when the fit is over, after an exception too. A guard knows no other guard.
+
+    Args:
+        enabled: `False` leaves the rule to the user, as in stock Lightning.
+    """
+
+    name = "Guard"
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__()
+        self.enabled = flag(type(self).__name__, "enabled", enabled)
+        self.host: Host | None = None
+
+    def attach(self, host: Host) -> None:
+        """Take up work for one fit."""
+        self.host = host
+
+    def detach(self) -> None:
+        """Undo every side effect; harmless when there is none."""
+        self.host = None
+
+    def after_outcome(self, outcome: StepOutcome) -> None:
+        """Read the outcome of an attempt."""
+
+    def see_batch(self, batch: Any) -> None:
+        """Look at the first training batch of a fit."""
+
+    def save(self) -> Any:
+        """Return what has to survive a resume, as plain values; `None` for nothing."""
+        return None
+
+    def load(self, saved: Any) -> None:
+        """Take up what `save` returned."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the settings; what belongs to a running fit stays behind."""
+        return {**self.__dict__, "host": None}
+
+
+class Guard(GuardCore, Callback):
+    """A guard as a Lightning callback, so that it can be configured where callbacks are.
+
+    The plugin drives it, passed or supplied, by the same path. Of Lightning's hooks it has `setup`
+    alone, to refuse a Trainer whose plugin would never call it.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse to run without a plugin that drives guards.
+
+        Raises:
+            MisconfigurationException: The Trainer's precision plugin is not of this package.
+        """
+        if not hasattr(trainer.precision_plugin, "guards"):
+            name = type(self).__name__
+            raise MisconfigurationException(
+                f"`{name}()` was passed to `Trainer(callbacks=...)`, but the precision plugin is"
+                f" `{type(trainer.precision_plugin).__name__}`, which drives no guards."
+                " Write `Trainer(plugins=[SafeAMP()])` and drop `precision=`."
+            )
+
+
+class InstancePatch:
+    """Puts a wrapper in the place of one instance's method, until `undo`.
+
+    Copies and pickles of the instance made meanwhile get their own method back, not the wrapper.
+
+    Args:
+        instance: The object whose method is wrapped.
+        name: The method's name.
+        wrapper: Called as `wrapper(original, *args, **kwargs)`.
+    """
+
+    def __init__(self, instance: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        self.instance, self.name, self.wrapper = instance, name, wrapper
+        self.own = instance.__dict__.get(name)
+        self.original = getattr(instance, name)
+        instance.__dict__[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapper(self.original, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (self.instance, self.name))
+
+    @classmethod
+    def once(cls, instance: Any, name: str, wrapper: Callable[..., Any]) -> Self:
+        """Return a new patch, or the one that is there already."""
+        there = instance.__dict__.get(name)
+        return there if isinstance(there, cls) else cls(instance, name, wrapper)
+
+    def undo(self) -> None:
+        """Give the instance its method back, if the wrapper is still there."""
+        if self.instance.__dict__.get(self.name) is not self:
+            return
+        if self.own is None:
+            del self.instance.__dict__[self.name]
+        else:
+            self.instance.__dict__[self.name] = self.own

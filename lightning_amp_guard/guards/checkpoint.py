@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ScalerCheckpoint: everything that decides the next step survives a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.outcome import StepTally
+from lightning_amp_guard.settings import flag
+from lightning_amp_guard.state import (
+    SCALER_KEYS,
+    damaged,
+    is_count,
+    is_dict,
+    read,
+    read_scaler_state,
+    read_tally,
+)
+from lightning_amp_guard.window_state import SavedWindow, save_window
+
+__all__ = ["ScalerCheckpoint"]
+
+FORMAT = 1
+_PARTS = ("scaler", "tallies", "gates", "window")
+_STOCK = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
+
+
+class ScalerCheckpointCore(GuardCore):
+    """See `ScalerCheckpoint`."""
+
+    name = "ScalerCheckpoint"
+
+    def __init__(self, window_gradients: bool = True, enabled: bool = True) -> None:
+        super().__init__(enabled)
+        self.window_gradients = flag(type(self).__name__, "window_gradients", window_gradients)
+        self._warned = False
+
+    # ------------------------------------------------------------------ save
+
+    def entry(self, host: Host) -> dict[str, Any]:
+        """Return the plugin's checkpoint entry: plain values, and gradients inside a window."""
+        scaler = None if host.scaler is None else host.scaler.state_dict()
+        entry: dict[str, Any] = {
+            "format": FORMAT,
+            "scaler": scaler,
+            "tallies": [asdict(tally) for tally in host.tallies],
+            "gates": host.saved_gates(),
+            "window": self._window(host),
+        }
+        if host.scaler is not None and host.scaler.policy.settings.hysteresis > 1:
+            entry["hysteresis_left"] = host.scaler.policy.hysteresis_left
+        return entry
+
+    def _window(self, host: Host) -> dict[str, Any] | None:
+        if not self.window_gradients or host.engine is None:
+            return None
+        if host.engine.reopen is not None:
+            return host.engine.reopen.saved
+        lost = self._why_lost(host)
+        if lost is None:
+            return save_window(host.engine, host.parameter_names())
+        if host.engine.windows.held() and not self._warned:
+            self._warned = True
+            host.warn(
+                "`ScalerCheckpoint`: a checkpoint is written inside an accumulation window"
+                f" {lost}, so the gradients accumulated so far are not in it. A run resumed from it"
+                " begins the window anew, with fewer micro-batches. Save after a step"
+                " to keep windows whole."
+            )
+        return None
+
+    @staticmethod
+    def _why_lost(host: Host) -> str | None:
+        if host.trainer is None:
+            return None
+        if host.trainer.world_size > 1:
+            return "on several processes, which hold different gradients"
+        if _upstream.is_fitting(host.trainer) and _upstream.inside_batch(host.trainer):
+            return "in the middle of a batch"
+        return None
+
+    def stock_entry(self, host: Host) -> dict[str, Any] | None:
+        """Return torch's five values as stock Lightning reads them, so that it can resume."""
+        if not self.enabled or host.scaler is None:
+            return None
+        five = host.scaler.state_dict()
+        # torch grows when the counter *equals* the interval; ours may wait beyond it
+        five["_growth_tracker"] = min(five["_growth_tracker"], five["growth_interval"] - 1)
+        return five
+
+    # ------------------------------------------------------------------ load
+
+    def find(self, checkpoint: Mapping[str, Any], own: str) -> Any:
+        """Return the entry in a whole checkpoint: ours under any name, else stock's, else `None`."""
+        for key, value in checkpoint.items():
+            ours = isinstance(value, Mapping) and "format" in value
+            if ours and (key == own or sum(part in value for part in _PARTS) > 1):
+                return value
+        names = (own, *_STOCK)
+        return next((checkpoint[name] for name in names if checkpoint.get(name)), None)
+
+    def restore(self, host: Host, found: Any) -> None:
+        """Take up an entry of ours, or torch's five values.
+
+        Raises:
+            ScalerStateError: The entry is damaged; the message names the key.
+        """
+        if found is None:
+            host.info(
+                "The checkpoint holds no scaler state (it comes from a bf16 or 32-bit run): "
+                + ("the scale starts anew." if host.scaler else "none is needed.")
+            )
+            return
+        if not isinstance(found, Mapping):
+            raise damaged("scaler", found, "a dict")
+        if "format" not in found and not any(part in found for part in _PARTS):
+            self._restore_scaler(host, found)
+            return
+        version = read(found, "format", is_count, f"the format's number, {FORMAT}")
+        if version != FORMAT:
+            raise damaged("format", version, f"{FORMAT}; a newer release wrote this checkpoint")
+        self._restore_parts(host, found)
+
+    def _restore_parts(self, host: Host, entry: Mapping[str, Any]) -> None:
+        scaler = read(entry, "scaler", _is_dict_or_none, "a dict or None")
+        tallies = read(entry, "tallies", lambda v: isinstance(v, list), "a list")
+        counted = [StepTally(**read_tally(tally)) for tally in tallies]
+        gates = read(entry, "gates", is_dict, "a dict")
+        window = read(entry, "window", _is_dict_or_none, "a dict or None")
+        left = None
+        if "hysteresis_left" in entry:
+            left = read(entry, "hysteresis_left", is_count, "a whole number of at least 0")
+        self._restore_scaler(host, scaler)
+        if left is not None and host.scaler is not None:
+            policy = host.scaler.policy
+            policy.hysteresis_left = min(left, policy.settings.hysteresis)
+        host.tallies[:] = counted
+        for guard in host.guards:
+            if guard.name in gates:
+                guard.load(gates[guard.name])
+        if window is not None and host.engine is not None:
+            host.engine.reopen = SavedWindow(host.engine, window, host.parameter_names())
+
+    @staticmethod
+    def _restore_scaler(host: Host, five: Any) -> None:
+        if five is None or host.scaler is None:
+            have, need = ("a scale", "none") if five else ("no scale", "one")
+            if bool(five) != (host.scaler is not None):
+                host.info(
+                    f"The checkpoint holds {have} and this run's precision needs {need}:"
+                    " weights, optimizers and schedules resume, the scale does not."
+                )
+            return
+        state = read_scaler_state(five)
+        before = host.scaler.state_dict()
+        host.scaler.load_state_dict(state)
+        differ = [
+            f"{k}={state[k]} (not {before[k]})" for k in SCALER_KEYS[1:4] if state[k] != before[k]
+        ]
+        if host.scaler.get_scale() != state["scale"]:
+            differ.append(f"scale={state['scale']} moved to the bound {host.scaler.get_scale()}")
+        if differ:
+            host.info("Resumed with the checkpoint's scaler settings: " + ", ".join(differ) + ".")
+
+
+def _is_dict_or_none(value: object) -> bool:
+    return value is None or is_dict(value)
+
+
+class ScalerCheckpoint(ScalerCheckpointCore, Guard):
+    """Saves and restores everything that decides the next step, bit for bit.
+
+    Stock Lightning finds the scaler's state by the plugin's class name, and loses it silently when
+    the name changes (Lightning issue 11885): a scale of 256 becomes 65536 and the resumed run parts
+    from the original. The entry here is found by its format mark; scaler, tallies, the gates' flags
+    and, between batches on one process, the gradients of an open accumulation window survive. A
+    second entry under the name `MixedPrecision` lets stock Lightning resume, and its entries (and
+    `native_amp_scaling_state`) are read. Scale, counters and growth settings come from the checkpoint,
+    everything else from the constructor. Only Python values and tensors: loads with
+    `weights_only=True`. Validate, test and predict neither read nor judge it.
+
+    Args:
+        window_gradients: `False` leaves the gradients of an open window out; a run resumed from
+            inside a window then begins it anew.
+        enabled: `False` saves torch's five values under the plugin's class name, as stock does.
+
+    Runs: when a checkpoint is saved, and when one is loaded for a fit.
+    Keeps: the plugin's entry.
+    Host sync: when saving inside a window, one per gradient.
+    """

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SchedulerGate: a schedule advances with applied updates only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.errors import ScalerStateError
+from lightning_amp_guard.guards._base import Guard, GuardCore, Host, InstancePatch
+from lightning_amp_guard.outcome import StepOutcome
+
+__all__ = ["SchedulerGate"]
+
+
+class Turn:
+    """What happened to a scheduler's optimizer since the scheduler's last turn."""
+
+    def __init__(self, applied: bool = False, skipped: bool = False) -> None:
+        self.applied, self.skipped = applied, skipped
+
+    def take(self) -> tuple[bool, bool]:
+        """Return `(applied, skipped)` and begin anew."""
+        seen = self.applied, self.skipped
+        self.applied = self.skipped = False
+        return seen
+
+
+class SchedulerGateCore(GuardCore):
+    """See `SchedulerGate`."""
+
+    name = "SchedulerGate"
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__(enabled)
+        self._turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
+        self._pending: list[list[bool]] = []
+        self._patch: InstancePatch | None = None
+        self._swapped: list[tuple[Any, type]] = []
+
+    def attach(self, host: Host) -> None:
+        """Stand before the schedulers of this fit."""
+        super().attach(host)
+        self._turns.clear()
+        if host.module.automatic_optimization:
+            self._patch = InstancePatch.once(host.module, "lr_scheduler_step", self._at_turn)
+        self._follow()
+
+    def detach(self) -> None:
+        """Give module and schedulers back as they were."""
+        if self._patch is not None:
+            self._patch.undo()
+        for scheduler, kind in self._swapped:
+            scheduler.__class__ = kind
+        self._patch, self._swapped = None, []
+        super().detach()
+
+    def after_outcome(self, outcome: StepOutcome) -> None:
+        """Remember what became of the optimizer's attempt."""
+        for turn, optimizer in self._follow():
+            if optimizer == outcome.optimizer_idx:
+                turn.applied |= outcome.applied
+                turn.skipped |= not outcome.applied
+
+    def _follow(self) -> list[tuple[Turn, int | None]]:
+        """Return the turns of the schedulers there are now, callbacks may have swapped them."""
+        if self.host is None:
+            return []
+        found = []
+        for config in self.host.trainer.lr_scheduler_configs:
+            scheduler = config.scheduler
+            if scheduler not in self._turns:
+                self._turns[scheduler] = Turn(*(self._pending.pop(0) if self._pending else ()))
+                if not self.host.module.automatic_optimization:
+                    self._swap(scheduler)
+            found.append((self._turns[scheduler], self._optimizer_of(scheduler)))
+        return found
+
+    def _optimizer_of(self, scheduler: Any) -> int | None:
+        optimizer = _upstream.unwrap_optimizer(getattr(scheduler, "optimizer", None))
+        assert self.host is not None
+        for lane in self.host.running().windows.lanes:
+            if lane.optimizer is optimizer:
+                return lane.idx
+        return None
+
+    def _gated(self, scheduler: Any) -> bool:
+        """Return whether the scheduler's optimizer makes attempts that this guard hears of."""
+        idx = self._optimizer_of(scheduler)
+        return idx is not None and self.host is not None and idx not in self.host.unguarded()
+
+    def _at_turn(self, step: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Automatic optimization: let the turn pass only after an applied update."""
+        self._follow()
+        turn = self._turns.get(scheduler)
+        if turn is not None and self._gated(scheduler) and not turn.take()[0]:
+            return None
+        return step(scheduler, *args, **kwargs)
+
+    def _swap(self, scheduler: Any) -> None:
+        """Manual optimization: leave out a call when every attempt since the last was skipped.
+
+        The class is swapped, because an instance attribute would land in the `state_dict`.
+        """
+        kind, turn = type(scheduler), self._turns[scheduler]
+
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            applied, skipped = turn.take()
+            if skipped and not applied:
+                return None
+            return kind.step(self, *args, **kwargs)
+
+        def reduce(self: Any, protocol: Any) -> Any:
+            reduced: Any = object.__reduce_ex__(self, protocol)
+            made, args, *rest = reduced
+            return made, tuple(kind if a is gated else a for a in args), *rest
+
+        names = {"step": step, "__reduce_ex__": reduce, "__module__": kind.__module__}
+        gated = type(kind.__name__, (kind,), {**names, "__qualname__": kind.__qualname__})
+        scheduler.__class__ = gated
+        self._swapped.append((scheduler, kind))
+
+    def save(self) -> list[list[bool]]:
+        """Return `[applied, skipped]` since the last turn, per scheduler of the Trainer."""
+        return [[turn.applied, turn.skipped] for turn, _ in self._follow()]
+
+    def load(self, saved: Any) -> None:
+        """Take up the flags that `save` returned."""
+        flags = saved if isinstance(saved, list) else [saved]
+        if not all(
+            isinstance(f, list) and len(f) == 2 and all(isinstance(b, bool) for b in f)
+            for f in flags
+        ):
+            raise ScalerStateError(
+                f'The checkpoint\'s scaler state is damaged: "gates" holds {saved!r} for the'
+                " schedulers, expected a list of two flags for each."
+            )
+        turns = [turn for turn, _ in self._follow()]
+        for turn, (applied, skipped) in zip(turns, flags, strict=False):
+            turn.applied, turn.skipped = applied, skipped
+        self._pending = flags[len(turns) :]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the settings; what belongs to a running fit stays behind."""
+        return {"enabled": self.enabled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without a fit."""
+        self.__init__(**state)  # type: ignore[misc]
+
+
+class SchedulerGate(SchedulerGateCore, Guard):
+    """Lets a learning rate scheduler advance only with applied updates of its optimizer.
+
+    Stock Lightning advances every schedule at every arrival, skipped or not: 6 schedule steps for
+    4 updates, a warm-up that ends early, a OneCycle with holes (Lightning issues 5558 and 18828). In
+    automatic optimization a scheduler takes its turn (step or epoch interval, `frequency`, plateau,
+    an overridden `lr_scheduler_step`) only if an update of its optimizer was applied since its
+    previous turn. In manual optimization your `scheduler.step()` does nothing if every attempt
+    since the previous call was skipped; with no attempt at all it passes. Schedulers of optimizers
+    that the plugin does not step are left alone, and their `state_dict` is untouched.
+
+    Args:
+        enabled: `False` lets schedules advance as in stock Lightning.
+
+    Runs: after each attempt, and at a scheduler's turn.
+    Reads: `trainer.lr_scheduler_configs`, at every attempt, since callbacks swap them.
+    Keeps: two flags per scheduler in the plugin's checkpoint entry.
+    Host sync: none.
+    """

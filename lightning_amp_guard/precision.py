@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SafeAMP: the precision plugin for one device, DDP and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.optim import Optimizer
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.guards import (
+    AveragingGate,
+    DtypeGuard,
+    ScalerCheckpoint,
+    SchedulerGate,
+    UnscaleGuard,
+    WindowGuard,
+)
+from lightning_amp_guard.plugin import AmpPlugin
+from lightning_amp_guard.scaler import SkipAwareGradScaler
+from lightning_amp_guard.scaler_choice import choose_scaler
+from lightning_amp_guard.settings import AmpSettings, ScaleSettings
+
+__all__ = ["SafeAMP"]
+
+
+class SafeAMP(AmpPlugin, MixedPrecision):  # type: ignore[misc]  # the mixin takes any model
+    """Trains in FP16 or BF16 autocast so that no AMP fault passes in silence.
+
+    `Trainer(plugins=[SafeAMP()])` in place of `Trainer(precision="16-mixed")`. Gradients are
+    unscaled before hooks, clipping or anybody else looks; one scale holds within an accumulation
+    window; schedules, weight averages and counts move with applied updates only; the scaler's state
+    survives a resume; a run that only skips stops and says why. It does not choose a model's
+    precision, replace Lightning's loops, or change an update that is finite: with a power-of-two
+    scale and no overflow the weights equal those of stock `MixedPrecision` bit for bit.
+
+    Args:
+        precision: "16-mixed", "bf16-mixed" or "auto" (native bfloat16 if the device has it, else
+            native float16, else bfloat16; rank 0 decides for all).
+        device: Device type for autocast; `None` for the strategy's.
+        scaler: A `torch.amp.GradScaler` whose settings and state are copied; the arguments from
+            `init_scale` to `max_scale` then stay at their defaults.
+        init_scale: Scale at the start.
+        growth_factor: Factor at growth, above 1.
+        backoff_factor: Factor at an overflow, between 0 and 1.
+        growth_interval: Batches in a row with an applied update and no overflow before growth.
+        dynamic: `False` keeps the scale at `init_scale`.
+        hysteresis: The n-th overflow since the last growth backs off, and each further one until
+            growth refills it (Megatron-LM's rule).
+        min_scale: Lower bound of the scale; `None` for none.
+        max_scale: Upper bound of the scale; `None` for none.
+        backoff_on_nonfinite_loss: Back off also when the loss itself was inf or NaN. Such a loss does
+            not depend on the scale, so by default it leaves the scale alone.
+        max_consecutive_skips: `SkipLimitError` at the n-th skip in a row of one optimizer; `None`
+            for never.
+        on_limit: "raise", the only choice so far.
+        error_if_nonfinite: Debugging: the first skip raises `NonFiniteGradientError`.
+        bf16_guard: Under bfloat16 skip an update with a non-finite gradient instead of applying it.
+            Costs one walk over the gradients and one host read per step.
+        fp32_modules: Names or `fnmatch` patterns of modules that run in float32 with autocast off;
+            "!" takes names away again: `["*", "!encoder.*"]`. Forward only.
+        weight_cache: Let autocast keep each weight's cast within one forward pass. Saves casts when
+            a weight is used several times, but sums its gradient in float16 on the cast: 4096 ones
+            gave 2048, and 16 times 8192 gave inf.
+        sync_found_inf: "auto", True or False; whether ranks agree by an extra all-reduce.
+
+    Raises:
+        ValueError: An argument is out of range; the message names it.
+        TypeError: An argument has the wrong type; the message names it.
+        MisconfigurationException: At set-up, when the combination cannot work.
+
+    Host sync: one scalar per attempt, after a skip one more for the losses.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(accelerator="cpu", plugins=[SafeAMP()], logger=False)
+        >>> trainer.precision
+        '16-mixed'
+    """
+
+    guard_types = (
+        UnscaleGuard,
+        WindowGuard,
+        SchedulerGate,
+        AveragingGate,
+        ScalerCheckpoint,
+        DtypeGuard,
+    )
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed", "auto"] = "16-mixed",
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        dynamic: bool = True,
+        hysteresis: int = 1,
+        min_scale: float | None = 1.0,
+        max_scale: float | None = 2.0**24,
+        backoff_on_nonfinite_loss: bool = False,
+        max_consecutive_skips: int | None = 32,
+        on_limit: Literal["raise"] = "raise",
+        error_if_nonfinite: bool = False,
+        bf16_guard: bool = True,
+        fp32_modules: Sequence[str] = (),
+        weight_cache: bool = False,
+        sync_found_inf: Literal["auto"] | bool = "auto",
+    ) -> None:
+        settings = AmpSettings(
+            precision,
+            backoff_on_nonfinite_loss,
+            max_consecutive_skips,
+            on_limit,
+            error_if_nonfinite,
+            bf16_guard,
+            fp32_modules,  # type: ignore[arg-type]
+            weight_cache,
+            sync_found_inf,
+        ).checked("SafeAMP", ("16-mixed", "bf16-mixed", "auto"))
+        scale = ScaleSettings(
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            dynamic,
+            hysteresis,
+            min_scale,
+            max_scale,
+        ).checked("SafeAMP")
+        self._device_given = _checked_device(device)
+        self._own_scaler = choose_scaler("SafeAMP", settings.precision, scale, scaler)
+        self._prepare(settings)
+        self.precision = settings.precision
+        self.device = self._device_given or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.scaler: SkipAwareGradScaler | None = None
+        if settings.precision == "16-mixed":
+            self.scaler = self._own_scaler
+
+    def fail(self, message: str) -> Exception:
+        """Return Lightning's `MisconfigurationException` with `message`."""
+        return MisconfigurationException(message)
+
+    def _resolve(self, trainer: Any) -> None:
+        device = trainer.strategy.root_device.type
+        if self._device_given not in (None, device):
+            raise self.fail(
+                f"`SafeAMP(device={self._device_given!r})`: the Trainer runs on {device!r}. Expected"
+                " the same device type. Leave `device` out to follow the Trainer."
+            )
+        self.device = device
+        if self.settings.precision != "auto" or self.precision != "auto":
+            return
+        bf16, fp16 = trainer.strategy.broadcast(_upstream.native_low_precision(device))
+        self.precision = "bf16-mixed" if bf16 or not fp16 else "16-mixed"
+        self.scaler = self._own_scaler if self.precision == "16-mixed" else None
+        slow = "" if bf16 or fp16 else ", which is emulated here: 32-true is faster"
+        self.info(f'`SafeAMP(precision="auto")` chose {self.precision!r} on {device!r}{slow}.')
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Return the autocast context of a forward pass."""
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.half
+        return torch.autocast(self.device, dtype=dtype, cache_enabled=self.settings.weight_cache)
+
+    def _clip(self, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> None:
+        # past MixedPrecision, which refuses fused optimizers: their gradients are unscaled by now
+        super(MixedPrecision, self).clip_gradients(optimizer, clip_val, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the total L2 norm and keep the norm for the outcome. Host sync: none."""
+        norm = torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+        if self.active and self.engine is not None:
+            self.engine.lane(optimizer).norm = norm
+
+    def __repr__(self) -> str:
+        """Return the call that makes the plugin, and where it belongs."""
+        return (
+            f"SafeAMP(precision={self.settings.precision!r}) [for `lightning.pytorch.Trainer(plugins="
+            "[SafeAMP()])` without `precision=`]"
+        )
+
+
+def _checked_device(device: object) -> str | None:
+    if device is None or isinstance(device, str):
+        return torch.device(device).type if device else None
+    raise TypeError(
+        f'`SafeAMP(device={device!r})`: expected a device type such as "cuda", or None.'
+    )

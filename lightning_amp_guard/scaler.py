@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GradScaler that says what became of each step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.scale_policy import ScalePolicy
+from lightning_amp_guard.settings import ScaleSettings
+from lightning_amp_guard.state import read_scaler_state
+
+__all__ = ["ScaleWatcher", "SkipAwareGradScaler"]
+
+
+class ScaleWatcher(Protocol):
+    """Who keeps the accumulation windows while the scaler serves a precision plugin."""
+
+    def before_backward(self, outputs: Tensor | Iterable[Tensor]) -> None:
+        """Learn that `outputs` are about to be scaled for a backward pass."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the optimizer's gradients once per window."""
+
+    def scale_moved(self, ratio: float) -> None:
+        """Learn that the scale was just multiplied by `ratio`."""
+
+
+class SkipAwareGradScaler(torch.amp.GradScaler):
+    """Scales losses like `torch.amp.GradScaler`, within bounds, and knows whether a step ran.
+
+    Whether a step is skipped is decided by the non-finite check of its gradients and by nothing
+    else, so a scale that stands still (static, at its bound, held by hysteresis) is never mistaken
+    for an applied step. Skips are decided on the host for every optimizer, fused ones included, so a
+    skipped step leaves optimizer state as it was (torch 2.13 leaves the momentum buffer of a fused
+    SGD uninitialised when its first step is skipped). With hysteresis 1 and no bound hit, the scale
+    equals torch's bit for bit.
+
+    Args:
+        device: Device type of the losses, as in torch.
+        init_scale: Scale at the start; a finite number above 0 between the bounds.
+        growth_factor: Above 1; factor at growth.
+        backoff_factor: Between 0 and 1; factor at an overflow.
+        growth_interval: Clean batches in a row before growth.
+        enabled: `False` makes every method pass through, as in torch.
+        dynamic: `False` keeps the scale at `init_scale`; steps are still skipped.
+        hysteresis: The n-th overflow since the last growth backs off, and each further one until
+            growth refills it (the rule of Megatron-LM's `DynamicGradScaler`).
+        min_scale: Lower bound, `None` for none (the scale still never reaches 0).
+        max_scale: Upper bound, `None` for none (the scale still never reaches inf).
+
+    Raises:
+        ValueError: A number is out of range; the message names the argument.
+        TypeError: An argument has the wrong type.
+
+    Host sync: `step` reads one flag per device; `unscale_`, `get_scale` and `update` read nothing
+    (torch's `get_scale` does).
+
+    Example:
+        >>> net = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> scaler = SkipAwareGradScaler("cpu", init_scale=8.0)
+        >>> scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+        >>> _ = scaler.step(optimizer)
+        >>> scaler.was_skipped(optimizer)
+        False
+        >>> scaler.update()
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        dynamic: bool = True,
+        hysteresis: int = 1,
+        min_scale: float | None = 1.0,
+        max_scale: float | None = 2.0**24,
+    ) -> None:
+        settings = ScaleSettings(
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            dynamic,
+            hysteresis,
+            min_scale,
+            max_scale,
+        ).checked(type(self).__name__)
+        super().__init__(
+            device,
+            settings.init_scale,
+            settings.growth_factor,
+            settings.backoff_factor,
+            settings.growth_interval,
+            enabled,
+        )
+        self.policy = ScalePolicy.start(settings)
+        self.watcher: ScaleWatcher | None = None
+        self._inverse: Tensor | None = None
+
+    # ------------------------------------------------------------------ scale and unscale
+
+    def scale(self, outputs: Any) -> Any:
+        """Return `outputs` times the scale. Host sync: none."""
+        if self.watcher is not None:
+            self.watcher.before_backward(outputs)
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale and check them, once per window.
+
+        A second call in the same window does nothing (torch raises), and Lightning's
+        `LightningOptimizer` is accepted in place of the optimizer it wraps. Host sync: none.
+
+        Raises:
+            RuntimeError: After `step()` and before `update()`, or before any `scale()`.
+        """
+        if not self.is_enabled():
+            return
+        optimizer = _upstream.unwrap_optimizer(optimizer)
+        if self.watcher is not None:
+            self.watcher.unscale_(optimizer)
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            return
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step(). Call update() first.")
+        self.note_unscaled(optimizer, self.check_(optimizer))
+
+    def check_(self, holder: Any, *, scaled: bool = True) -> dict[torch.device, Tensor]:
+        """Divide the gradients of `holder.param_groups` by the scale and flag non-finite ones.
+
+        Args:
+            holder: An optimizer, or anything with `param_groups`.
+            scaled: `False` for gradients that carry no scale: they are checked only.
+
+        Returns:
+            Per device a 0-dimensional float32 flag, 1.0 where a gradient is inf or NaN; empty if
+            no parameter has a gradient.
+
+        Host sync: none.
+        """
+        if not scaled:
+            return self.multiply_held_(holder, 1.0)
+        if self._scale is None:
+            raise RuntimeError(
+                "Gradients are to be unscaled, but no loss was scaled. Scale the loss first:"
+                " `scaler.scale(loss).backward()`, or `self.manual_backward(loss)` in Lightning."
+            )
+        if self._inverse is None:
+            # in double precision, as torch does: a float32 reciprocal may be off by one place
+            self._inverse = self._scale.double().reciprocal().float()
+        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        return self._unscale_grads_(holder, self._inverse, found, allow_fp16=False)
+
+    def multiply_held_(self, holder: Any, ratio: float) -> dict[torch.device, Tensor]:
+        """Multiply gradients by `ratio` and flag non-finite ones; exact for powers of two."""
+        first = holder.param_groups[0]["params"][0]
+        factor = torch.full((), ratio, dtype=torch.float32, device=first.device)
+        return self._unscale_grads_(holder, factor, torch.zeros_like(factor), allow_fp16=True)
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        flags: dict[torch.device, Tensor] = {}
+        with torch.no_grad():
+            for grad in _gradients(optimizer, allow_fp16):
+                buckets[grad.device, grad.dtype].append(grad)
+            for (device, _), grads in buckets.items():
+                flag = flags.setdefault(device, found_inf.to(device))
+                _upstream.any_nonfinite_and_multiply_(grads, flag, inv_scale.to(device))
+        return flags
+
+    # ------------------------------------------------------------------ step
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale, then step unless a gradient is non-finite; return what `optimizer.step` returns.
+
+        A step of an optimizer without gradients does nothing. Host sync: one flag per device.
+        """
+        optimizer = _upstream.unwrap_optimizer(optimizer)
+        if not self.is_enabled():
+            return cast("float | None", optimizer.step(*args, **kwargs))
+        if "closure" in kwargs or args:
+            raise RuntimeError(
+                "A closure would run after the gradients were checked: call it first."
+            )
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED and self.watcher is None:
+            raise RuntimeError("step() has already been called since the last update().")
+        self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            return None
+        skipped = state["skipped"] = read_flags(state["found_inf_per_device"].values())
+        result = None if skipped else optimizer.step(**kwargs)
+        state["stage"] = OptState.STEPPED
+        return cast("float | None", result)
+
+    def was_skipped(self, optimizer: Optimizer) -> bool | None:
+        """Return whether the last `step` since `update` was skipped; `None` if there was none."""
+        state = self._per_optimizer_states.get(id(_upstream.unwrap_optimizer(optimizer)), {})
+        return cast("bool | None", state.get("skipped"))
+
+    def note_unscaled(self, optimizer: Optimizer, flags: dict[torch.device, Tensor]) -> None:
+        """Record the flags of a check, where torch keeps them too."""
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = flags
+        state["stage"] = OptState.UNSCALED
+
+    # ------------------------------------------------------------------ the scale moves
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Back off if a step since the last update was skipped, else count towards growth.
+
+        Args:
+            new_scale: Sets the scale instead, moved to the nearest bound.
+
+        Host sync: one flag per device for optimizers that were unscaled but not stepped.
+        """
+        if not self.is_enabled():
+            return
+        if new_scale is not None:
+            self.set_scale(float(new_scale))
+        elif checked := [
+            s for s in self._per_optimizer_states.values() if s["found_inf_per_device"]
+        ]:
+            bad = any(
+                s["skipped"] if "skipped" in s else read_flags(s["found_inf_per_device"].values())
+                for s in checked
+            )
+            self.back_off() if bad else self.count_clean_batch()
+        self._per_optimizer_states.clear()
+
+    def back_off(self) -> None:
+        """Take an overflow into account at once. Host sync: none."""
+        self._moved(self.policy.overflow())
+
+    def count_clean_batch(self, *, wait: bool = False) -> None:
+        """Count a batch without overflow; see `ScalePolicy.clean_batch`. Host sync: none."""
+        self._moved(self.policy.clean_batch(wait=wait))
+
+    def set_scale(self, scale: float) -> None:
+        """Set the scale, moved to the nearest bound. Host sync: none."""
+        before = self.policy.scale
+        self.policy.scale = self.policy.clamp(scale)
+        self._moved(self.policy.scale / before)
+
+    def _moved(self, ratio: float) -> None:
+        if ratio == 1.0:
+            return
+        self._inverse = None
+        self._init_scale = self.policy.scale
+        if self._scale is not None:
+            self._scale.fill_(self.policy.scale)
+        if self.watcher is not None:
+            self.watcher.scale_moved(ratio)
+
+    # ------------------------------------------------------------------ settings and state
+
+    def get_scale(self) -> float:
+        """Return the scale. Host sync: none."""
+        return self.policy.scale if self.is_enabled() else 1.0
+
+    def _get_growth_tracker(self) -> int:
+        return self.policy.growth_tracker if self.is_enabled() else 0
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor."""
+        self._set(growth_factor=new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the backoff factor."""
+        self._set(backoff_factor=new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval, in batches."""
+        self._set(growth_interval=new_interval)
+
+    def _set(self, **changes: Any) -> None:
+        settings = replace(self.policy.settings, **changes)
+        within = replace(settings, init_scale=self.policy.clamp(settings.init_scale))
+        self.policy.settings = within.checked(type(self).__name__)
+        self._growth_factor = self.policy.settings.growth_factor
+        self._backoff_factor = self.policy.settings.backoff_factor
+        self._growth_interval = self.policy.settings.growth_interval
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore torch's five values; a scale outside the bounds moves to the bound.
+
+        Raises:
+            ScalerStateError: A key is missing or its value impossible; the message names it.
+        """
+        if not self.is_enabled():
+            return
+        state = read_scaler_state(state_dict)
+        self._set(**{k: state[k] for k in ("growth_factor", "backoff_factor", "growth_interval")})
+        self.set_scale(state["scale"])
+        self.policy.growth_tracker = state["_growth_tracker"]
+        self.policy.hysteresis_left = self.policy.settings.hysteresis
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle settings and state; windows under way and tensors on a device stay behind."""
+        gone = {"watcher": None, "_inverse": None, "_scale": None, "_growth_tracker": None}
+        start = {
+            "_init_scale": self.policy.scale,
+            "_init_growth_tracker": self.policy.growth_tracker,
+            "_per_optimizer_states": self._per_optimizer_states.__class__(
+                self._per_optimizer_states.default_factory  # type: ignore[attr-defined]
+            ),
+        }
+        return {**self.__dict__, **gone, **(start if self.is_enabled() else {})}
+
+
+def read_flags(flags: Iterable[Tensor]) -> bool:
+    """Return whether a flag is set. Host sync: one per flag."""
+    return any([flag.item() for flag in flags])
+
+
+def _gradients(holder: Any, allow_fp16: bool) -> list[Tensor]:
+    params = _upstream.all_params(holder.param_groups)
+    grads = _upstream.as_plain([p.grad for p in params if p.grad is not None])
+    if not allow_fp16 and any([g.dtype is torch.float16 for g in grads]):
+        raise ValueError(
+            "Attempting to unscale FP16 gradients: parameters that are trained must be float32."
+            " Keep the model in float32 (no `.half()`); autocast casts what is safe."
+        )
+    return grads

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of the plugin: checked once, kept as plain values."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+__all__ = ["AmpSettings", "ScaleSettings", "refuse"]
+
+
+def refuse(owner: str, name: str, value: object, expected: str, why: str = "") -> str:
+    """Return the message for a bad argument: what was seen, what was expected, and why."""
+    return f"`{owner}({name}={value!r})`: expected {expected}.{' ' + why if why else ''}"
+
+
+def real(owner: str, name: str, value: object, expected: str = "a finite number above 0") -> float:
+    """Return `value` as a float if it is a finite number above zero, else raise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(refuse(owner, name, value, expected))
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(refuse(owner, name, value, expected))
+    return float(value)
+
+
+def whole(owner: str, name: str, value: object, expected: str = "a whole number above 0") -> int:
+    """Return `value` as an int if it is a whole number above zero, else raise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(refuse(owner, name, value, expected))
+    if value <= 0:
+        raise ValueError(refuse(owner, name, value, expected))
+    return int(value)
+
+
+def flag(owner: str, name: str, value: object) -> bool:
+    """Return `value` if it is a bool, else raise."""
+    if not isinstance(value, bool):
+        raise TypeError(refuse(owner, name, value, "True or False"))
+    return value
+
+
+def choice(owner: str, name: str, value: object, legal: Sequence[object], why: str = "") -> None:
+    """Raise unless `value` is one of `legal` (1 is not True here)."""
+    if not any(value is x or (value == x and type(value) is type(x)) for x in legal):
+        kind = ValueError if any(isinstance(value, type(x)) for x in legal) else TypeError
+        raise kind(refuse(owner, name, value, "one of " + ", ".join(map(repr, legal)), why))
+
+
+@dataclass(frozen=True)
+class ScaleSettings:
+    """How the scale moves. The four growth and backoff values mean exactly what torch's do.
+
+    Args:
+        init_scale: The scale at the start.
+        growth_factor: Above 1; multiplies the scale when it grows.
+        backoff_factor: Between 0 and 1; multiplies the scale when it backs off.
+        growth_interval: Batches in a row with an applied update and no overflow before it grows.
+        dynamic: `False` keeps the scale at `init_scale`.
+        hysteresis: The n-th overflow since the last growth backs off, and each further one.
+        min_scale: Lower bound; `None` for none.
+        max_scale: Upper bound; `None` for none.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    dynamic: bool = True
+    hysteresis: int = 1
+    min_scale: float | None = 1.0
+    max_scale: float | None = 2.0**24
+
+    def checked(self, owner: str) -> ScaleSettings:
+        """Return the settings with every value checked; errors name `owner` and the argument."""
+        growth = real(owner, "growth_factor", self.growth_factor, "a finite number above 1")
+        if growth <= 1:
+            raise ValueError(
+                refuse(owner, "growth_factor", self.growth_factor, "a finite number above 1")
+            )
+        backoff = real(owner, "backoff_factor", self.backoff_factor, "a number between 0 and 1")
+        if backoff >= 1:
+            raise ValueError(
+                refuse(owner, "backoff_factor", self.backoff_factor, "a number between 0 and 1")
+            )
+        bounds = [
+            None
+            if v is None
+            else real(owner, n, v, "a finite number above 0, or None for no bound")
+            for n, v in (("min_scale", self.min_scale), ("max_scale", self.max_scale))
+        ]
+        checked = ScaleSettings(
+            real(owner, "init_scale", self.init_scale),
+            growth,
+            backoff,
+            whole(owner, "growth_interval", self.growth_interval),
+            flag(owner, "dynamic", self.dynamic),
+            whole(owner, "hysteresis", self.hysteresis),
+            *bounds,
+        )
+        checked._check_bounds(owner)
+        return checked
+
+    def _check_bounds(self, owner: str) -> None:
+        low, high = self.min_scale or 0.0, self.max_scale or math.inf
+        if low > high:
+            raise ValueError(
+                refuse(owner, "min_scale", low, f"at most `max_scale`, which is {high!r}")
+            )
+        if not low <= self.init_scale <= high:
+            raise ValueError(
+                refuse(
+                    owner,
+                    "init_scale",
+                    self.init_scale,
+                    f"a value between `min_scale={self.min_scale!r}` and"
+                    f" `max_scale={self.max_scale!r}`",
+                    "Move the bound as well, or pass None for no bound.",
+                )
+            )
+
+
+@dataclass(frozen=True)
+class AmpSettings:
+    """Everything a precision plugin of this package is configured with, the scale apart."""
+
+    precision: str = "16-mixed"
+    backoff_on_nonfinite_loss: bool = False
+    max_consecutive_skips: int | None = 32
+    on_limit: str = "raise"
+    error_if_nonfinite: bool = False
+    bf16_guard: bool = True
+    fp32_modules: tuple[str, ...] = ()
+    weight_cache: bool = False
+    sync_found_inf: Literal["auto"] | bool = "auto"
+
+    def checked(self, owner: str, precisions: Sequence[str]) -> AmpSettings:
+        """Return the settings with every value checked; errors name `owner` and the argument."""
+        choice(owner, "precision", self.precision, precisions)
+        choice(
+            owner,
+            "on_limit",
+            self.on_limit,
+            ("raise",),
+            "Going on in another precision is not available yet.",
+        )
+        choice(owner, "sync_found_inf", self.sync_found_inf, ("auto", True, False))
+        if self.max_consecutive_skips is not None:
+            whole(
+                owner,
+                "max_consecutive_skips",
+                self.max_consecutive_skips,
+                "a whole number above 0, or None for no limit",
+            )
+        for name in (
+            "backoff_on_nonfinite_loss",
+            "error_if_nonfinite",
+            "bf16_guard",
+            "weight_cache",
+        ):
+            flag(owner, name, getattr(self, name))
+        patterns = _patterns(owner, self.fp32_modules)
+        return AmpSettings(**{**_as_dict(self), "fp32_modules": patterns})
+
+
+def _patterns(owner: str, value: object) -> tuple[str, ...]:
+    expected = 'a list of module names or patterns, such as ["head", "blocks.*.norm"]'
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(refuse(owner, "fp32_modules", value, expected))
+    if not all(isinstance(p, str) for p in value):
+        raise TypeError(refuse(owner, "fp32_modules", value, expected))
+    if any(not p.removeprefix("!") for p in value):
+        raise ValueError(refuse(owner, "fp32_modules", value, expected, "A pattern is empty."))
+    return tuple(value)
+
+
+def _as_dict(settings: AmpSettings) -> dict[str, Any]:
+    return {f.name: getattr(settings, f.name) for f in fields(settings)}

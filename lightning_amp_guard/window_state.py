@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The open accumulation window as saved values, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp_guard.attempt import AttemptEngine
+from lightning_amp_guard.errors import ScalerStateError
+from lightning_amp_guard.state import damaged, is_count, is_dict, is_positive, read
+from lightning_amp_guard.windows import Stage
+
+__all__ = ["SavedWindow", "save_window"]
+
+
+def save_window(engine: AttemptEngine, names: dict[int, str]) -> dict[str, Any] | None:
+    """Return the gradients that no step has consumed and the counts beside them.
+
+    Returns:
+        `None` when nothing is open; else plain values and, by parameter name, clones of the
+        gradients as they are, multiplied by "scale".
+    """
+    held = engine.windows.held()
+    batch = [engine.applied_in_batch, engine.overflowed_in_batch]
+    if not held and not any(batch):
+        return None
+    return {
+        "scale": engine.scaler.get_scale(),
+        "gradients": {
+            names[id(p)]: p.grad.detach().clone()
+            for cell in held
+            for p in cell.params
+            if p.grad is not None and id(p) in names
+        },
+        "optimizers": [
+            [lane.micro_batches, lane.had_nonfinite_loss()] for lane in engine.windows.lanes
+        ],
+        "batch": batch,
+    }
+
+
+class SavedWindow:
+    """An open window from a checkpoint: checked at once, opened before the first batch.
+
+    Lightning clears all gradients after it has restored the training state, so they are given back
+    only when the first training batch arrives.
+
+    Args:
+        engine: The engine of the resumed fit.
+        saved: What `save_window` returned.
+        names: Parameter names by `id`.
+
+    Raises:
+        ScalerStateError: A value is impossible, or a gradient fits no parameter.
+    """
+
+    def __init__(
+        self, engine: AttemptEngine, saved: Mapping[str, Any], names: dict[int, str]
+    ) -> None:
+        self.saved = dict(saved)
+        self.engine = engine
+        self.scale = read(saved, "scale", is_positive, "a finite number above 0")
+        self.gradients = read(saved, "gradients", is_dict, "a dict of tensors")
+        self.counts = read(saved, "optimizers", _are_counts, "[micro-batches, flag] per optimizer")
+        self.batch = read(saved, "batch", _are_flags, "two flags")
+        cells = engine.windows.cells
+        self.params = {names[id(p)]: p for c in cells for p in c.params if id(p) in names}
+        for name, grad in self.gradients.items():
+            _check_fit(name, grad, self.params.get(name))
+
+    def open(self) -> None:
+        """Give the parameters their gradients back, at the scale in force."""
+        for name, grad in self.gradients.items():
+            param = self.params[name]
+            param.grad = grad.to(param.device, param.dtype, copy=True)
+        ratio = self.engine.scaler.get_scale() / self.scale
+        for cell in self.engine.windows.cells:
+            cell.scaled = cell.has_gradients()
+            if cell.scaled and ratio != 1.0:
+                self.engine.scaler.multiply_held_(cell, ratio)
+            cell.mark()
+        for lane, (micro_batches, bad_loss) in zip(
+            self.engine.windows.lanes, self.counts, strict=False
+        ):
+            lane.stage = Stage.OPEN
+            for cell in lane.cells:
+                cell.micro_batches, cell.nonfinite_loss = micro_batches, bad_loss
+        self.engine.applied_in_batch, self.engine.overflowed_in_batch = self.batch
+
+
+def _check_fit(name: object, grad: object, param: Tensor | None) -> None:
+    key = f"gradients.{name}"
+    if param is None:
+        raise ScalerStateError(
+            f'The checkpoint holds a gradient under "{key}", but no optimizer trains a parameter of'
+            " that name. The model was changed since: resume from a checkpoint outside a window."
+        )
+    if not isinstance(grad, Tensor) or grad.shape != param.shape:
+        raise damaged(key, getattr(grad, "shape", grad), f"a tensor of shape {tuple(param.shape)}")
+    if not (grad.is_floating_point() or grad.is_complex()) or grad.dtype in (torch.float16,):
+        raise damaged(key, grad.dtype, "a float32 tensor")
+
+
+def _are_flags(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(f, bool) for f in value)
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(v, list) and len(v) == 2 and is_count(v[0]) and isinstance(v[1], bool)
+        for v in value
+    )

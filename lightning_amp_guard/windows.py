@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accumulation windows: whose gradients carry the scale, since when, and who touched them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.scaler import SkipAwareGradScaler, read_flags
+
+__all__ = ["Cell", "GradientWindows", "Lane", "Stage"]
+
+_KEPT_LOSSES = 64  # then they are folded into one flag, so that long windows keep no memory
+
+
+class Stage(enum.Enum):
+    """Where an optimizer is within its window."""
+
+    OPEN = "gradients are being accumulated"
+    UNSCALED = "gradients are unscaled and checked"
+    STEPPED = "the attempt is over"
+
+
+class Cell:
+    """Parameters that belong to exactly the same optimizers: their gradients share one state.
+
+    Args:
+        params: The parameters.
+    """
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.param_groups = [{"params": params}]
+        self.marks: list[_upstream.GradMark] = [None] * len(params)
+        self.scaled = False  # do gradients, where there are any, carry the scale?
+        self.micro_batches = 0
+        self.losses: list[Tensor] = []
+        self.nonfinite_loss = False
+        self.tainted: list[Tensor] = []  # flags: did it overflow at an earlier scale already?
+
+    def has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient. Host sync: none."""
+        return any([p.grad is not None for p in self.params])
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients there are, as plain tensors over the same memory."""
+        return _upstream.as_plain([p.grad for p in self.params if p.grad is not None])
+
+    def mark(self) -> None:
+        """Remember identity and version of every gradient."""
+        self.marks = _upstream.grad_marks(self.params)
+
+    def restart(self) -> None:
+        """Begin a new window."""
+        self.micro_batches, self.losses = 0, []
+        self.nonfinite_loss, self.tainted = False, []
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Keep a detached loss of this window, to be looked at only after a skip."""
+        self.micro_batches += 1
+        self.losses.append(loss)
+        if len(self.losses) > _KEPT_LOSSES:
+            self.nonfinite_loss, self.losses = self.had_nonfinite_loss(), []
+
+    def had_nonfinite_loss(self) -> bool:
+        """Return whether a loss of this window was inf or NaN. Host sync: one if asked of losses."""
+        if not self.nonfinite_loss and self.losses:
+            finite = [loss.isfinite().all() for loss in self.losses]
+            self.nonfinite_loss = not torch.stack([f.to(finite[0].device) for f in finite]).all()
+            self.losses = []
+        return bool(self.nonfinite_loss)
+
+
+@dataclass(eq=False)
+class Lane:
+    """One optimizer's way through its windows."""
+
+    idx: int
+    optimizer: Optimizer
+    cells: list[Cell] = field(default_factory=list)
+    stage: Stage = Stage.OPEN
+    flags: dict[torch.device, Tensor] = field(default_factory=dict)
+    norm: Tensor | None = None
+
+    def has_gradients(self) -> bool:
+        """Return whether a parameter of the optimizer has a gradient. Host sync: none."""
+        return any([cell.has_gradients() for cell in self.cells])
+
+    @property
+    def micro_batches(self) -> int:
+        """Backward passes that the window holds."""
+        return max((cell.micro_batches for cell in self.cells), default=0)
+
+    def had_nonfinite_loss(self) -> bool:
+        """Return whether a loss of the window was inf or NaN. Host sync: one per cell."""
+        return any([cell.had_nonfinite_loss() for cell in self.cells])
+
+    def overflowed_earlier(self) -> bool:
+        """Return whether the gradients had overflowed when the scale last moved. Host sync: one."""
+        return any([read_flags(cell.tainted) for cell in self.cells])
+
+
+class GradientWindows:
+    """Keeps every optimizer's window, so that a gradient's scale is always known.
+
+    Gradients are either scaled (by the scale in force) or true. A backward pass adds scaled
+    gradients, so whatever is left of true ones is multiplied by the scale first; whenever the scale
+    moves, gradients still held are multiplied by the ratio. Torch keeps no such book: there a
+    gradient that outlives its step, or a scale that moves while another optimizer accumulates, mixes
+    values of different scales.
+
+    Args:
+        optimizers: The Trainer's optimizers, in order.
+        scaler: The scaler in force, or one that stays at 1.0 where losses are not scaled.
+        scaling: Whether losses are scaled at all.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        scaler: SkipAwareGradScaler,
+        *,
+        scaling: bool = True,
+    ) -> None:
+        self.scaler = scaler
+        self.scaling = scaling
+        self.lanes = [
+            Lane(i, _upstream.unwrap_optimizer(optimizer)) for i, optimizer in enumerate(optimizers)
+        ]
+        self.cells: list[Cell] = []
+        self.pending: Tensor | None = None
+        self._sizes: list[list[int]] = []
+        self.refresh()
+
+    def lane(self, optimizer: Any) -> Lane:
+        """Return the optimizer's lane; a new one if the optimizer came up during the fit."""
+        optimizer = _upstream.unwrap_optimizer(optimizer)
+        for lane in self.lanes:
+            if lane.optimizer is optimizer:
+                return lane
+        self.lanes.append(Lane(len(self.lanes), optimizer))
+        self.refresh()
+        return self.lanes[-1]
+
+    def refresh(self) -> None:
+        """Sort the parameters into cells anew if a parameter group was added."""
+        sizes = [[len(g["params"]) for g in lane.optimizer.param_groups] for lane in self.lanes]
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        owners: dict[Tensor, tuple[int, ...]] = {}
+        for lane in self.lanes:
+            for param in _upstream.all_params(lane.optimizer.param_groups):
+                owners[param] = (*owners.get(param, ()), lane.idx)
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for param, idxs in owners.items():
+            groups.setdefault(idxs, []).append(param)
+        self.cells = [self._cell(params) for params in groups.values()]
+        for lane in self.lanes:
+            lane.cells = [c for c, idxs in zip(self.cells, groups, strict=True) if lane.idx in idxs]
+
+    def _cell(self, params: list[Tensor]) -> Cell:
+        """Return the cell of `params`, going on from the one that held the first of them."""
+        cell = Cell(params)
+        for old in self.cells:
+            if any(old.params[0] is p for p in params):
+                cell.scaled, cell.micro_batches = old.scaled, old.micro_batches
+                cell.losses, cell.nonfinite_loss = old.losses, old.nonfinite_loss
+                cell.tainted = old.tainted
+        cell.mark()
+        return cell
+
+    # ------------------------------------------------------------------ backward
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Make every gradient carry the scale, so that the backward pass can add to it.
+
+        Host sync: none.
+        """
+        for cell in self.cells:
+            if not cell.has_gradients():
+                cell.restart()
+                if len(self.cells) > 1:
+                    cell.mark()
+            elif not cell.scaled:
+                cell.restart()
+                self._rescale_leftovers(cell)
+            cell.scaled = True
+        for lane in self.lanes:
+            lane.stage, lane.norm = Stage.OPEN, None
+        self.pending = loss
+
+    def _rescale_leftovers(self, cell: Cell) -> None:
+        if (scale := self.scaler.get_scale()) != 1.0:
+            self.scaler.multiply_held_(cell, scale)
+        cell.mark()
+
+    def after_backward(self) -> None:
+        """Note which gradients the backward pass made. Host sync: none."""
+        loss, self.pending = self.pending, None
+        if loss is None:
+            return
+        for cell in self.cells:
+            # with one optimizer the loss is its own; with several, only of those it reached
+            if len(self.cells) == 1 or _upstream.moved_since(cell.params, cell.marks):
+                cell.add_loss(loss)
+                cell.mark()
+
+    # ------------------------------------------------------------------ step
+
+    def unscale_(self, lane: Lane) -> None:
+        """Divide the lane's gradients by the scale and check them. Host sync: none."""
+        lane.flags = {}
+        again = lane.stage is Stage.STEPPED
+        for cell in lane.cells:
+            if again:
+                cell.restart()
+            flags = self.scaler.check_(cell, scaled=self.scaling and cell.scaled)
+            for device, flag in flags.items():
+                known = lane.flags.get(device)
+                lane.flags[device] = flag if known is None else known + flag
+            cell.scaled = False
+        lane.stage = Stage.UNSCALED
+        self.scaler.note_unscaled(lane.optimizer, lane.flags)
+
+    # ------------------------------------------------------------------ the scale moves
+
+    def held(self) -> list[Cell]:
+        """Return the cells with scaled gradients that no step has consumed. Host sync: none."""
+        return [cell for cell in self.cells if cell.scaled and cell.has_gradients()]
+
+    def move(self, ratio: float) -> None:
+        """Multiply held gradients by `ratio`; at an overflow, remember which had overflowed too.
+
+        Host sync: none.
+        """
+        for cell in self.held():
+            flags = self.scaler.multiply_held_(cell, ratio)
+            if ratio <= 1.0:
+                cell.tainted = list(flags.values())
+
+    def can_grow(self, factor: float) -> bool:
+        """Return whether held gradients stay finite when multiplied by `factor`.
+
+        Host sync: one if gradients are held.
+        """
+        grads = [g for cell in self.held() for g in cell.gradients()]
+        if not grads:
+            return True
+        limit = torch.finfo(torch.float32).max / factor
+        return not any(limit < size < float("inf") for size in _upstream.magnitudes(grads))
