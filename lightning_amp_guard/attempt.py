@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_amp_guard.all_or_none import AllOrNone
+from lightning_amp_guard.movement import ScaleMovement
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler, read_flags
 from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.windows import Cell, GradientWindows, Lane, Stage
 
-__all__ = ["AttemptEngine", "Verifier", "WindowKeeper"]
+__all__ = ["AttemptEngine", "Verifier"]
 
 
 class Verifier(Protocol):
@@ -22,19 +25,6 @@ class Verifier(Protocol):
 
     def verify(self, lanes: Iterable[Lane], cell: Cell) -> None:
         """Raise or warn if gradients of `cell` were changed behind the scaler's back."""
-
-
-class WindowKeeper(Protocol):
-    """Who keeps one scale per window when the scale moves."""
-
-    def must_wait(self, windows: GradientWindows) -> bool:
-        """Return whether growth has to wait for gradients that others hold."""
-
-    def may_grow(self, windows: GradientWindows, factor: float) -> bool:
-        """Return whether held gradients would stay finite."""
-
-    def scale_moved(self, windows: GradientWindows, ratio: float) -> None:
-        """Bring held gradients to the new scale."""
 
 
 class Reopens(Protocol):
@@ -82,12 +72,11 @@ class AttemptEngine:
         self.tallies = tallies
         self._extend_tallies()
         self.verifier: Verifier | None = None
-        self.keeper: WindowKeeper | None = None
+        self.movement = ScaleMovement(scaler, self.windows)
+        self.block: AllOrNone | None = None
         self.agree: Callable[[bool], bool] | None = None
         self.reopen: Reopens | None = None
         self.wants_norm: list[Callable[[], bool]] = []
-        self.applied_in_batch = self.overflowed_in_batch = False
-        self.counted_batch: int | None = None
 
     def lane(self, optimizer: Any) -> Lane:
         """Return the optimizer's lane."""
@@ -103,6 +92,8 @@ class AttemptEngine:
 
     def before_backward(self, outputs: Tensor | Iterable[Tensor]) -> None:
         """Prepare every window for the backward pass of `outputs`. Host sync: none."""
+        if self.block is not None:
+            raise self.block.refuse_backward()
         self._settle(verify=True)
         losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         detached = [loss.detach() for loss in losses]
@@ -154,6 +145,8 @@ class AttemptEngine:
 
         Host sync: one, plus one after a skip.
         """
+        if self.block is not None:
+            self.block.admit(lane)
         if not lane.has_gradients():
             look()
             return None
@@ -163,7 +156,7 @@ class AttemptEngine:
         lane.norm = None
         look()
         nonfinite, norm = self._read(lane)
-        reason = self._blame(lane) if nonfinite else None
+        reason = self._reason(lane, nonfinite)
         if reason is None:
             lane.optimizer.step(**kwargs)
         return self._conclude(lane, reason, norm)
@@ -187,6 +180,12 @@ class AttemptEngine:
         *found, value = together.tolist()
         return any(found), value
 
+    def _reason(self, lane: Lane, nonfinite: bool) -> SkipReason | None:
+        if nonfinite:
+            return self._blame(lane)
+        doomed = self.block is not None and self.block.doomed
+        return SkipReason.PARTNER_SKIPPED if doomed else None
+
     def _blame(self, lane: Lane) -> SkipReason:
         bad_loss = lane.had_nonfinite_loss()
         if self.agree is not None:
@@ -200,11 +199,11 @@ class AttemptEngine:
             for cell in lane.cells:
                 cell.mark()
         if reason is None:
-            self.applied_in_batch = True
+            self.movement.applied()
         elif reason is SkipReason.NONFINITE_GRADIENTS or (
             reason is SkipReason.NONFINITE_LOSS and self.settings.backoff_on_nonfinite_loss
         ):
-            self._overflow(lane)
+            self.movement.overflowed(lane)
         outcome = StepOutcome(
             lane.idx,
             self.tallies[lane.idx].attempted,
@@ -218,47 +217,32 @@ class AttemptEngine:
         self.tallies[lane.idx] = self.tallies[lane.idx].after(outcome)
         return outcome
 
-    # ------------------------------------------------------------------ the scale moves
-
-    def _overflow(self, lane: Lane) -> None:
-        self.overflowed_in_batch = True
-        if lane.overflowed_earlier():
-            return  # made at a scale that has backed off since: that was this very overflow
-        before = self.scaler.get_scale()
-        self.scaler.back_off()
-        if self.scaler.get_scale() == before:
-            self.scale_moved(1.0)
+    # ------------------------------------------------------------------ batches and blocks
 
     def scale_moved(self, ratio: float) -> None:
         """Bring held gradients to the new scale. Host sync: none."""
-        if self.keeper is not None:
-            self.keeper.scale_moved(self.windows, ratio)
+        self.movement.scale_moved(ratio)
 
     def begin_batch(self) -> None:
         """Open a saved window; count attempts made outside of any training step."""
         if self.reopen is not None:
             self.reopen.open()
             self.reopen = None
-        if self.applied_in_batch or self.overflowed_in_batch:
-            self.end_batch(None)
+        if self.movement.applied_in_batch or self.movement.overflowed_in_batch:
+            self.movement.end_batch(None)
 
-    def end_batch(self, number: int | None) -> None:
-        """Count the batch towards growth if it had an applied attempt and no overflow.
-
-        Args:
-            number: The batch's running number; one that was counted is not counted again.
-
-        Host sync: none; one when growth is due while gradients are held.
-        """
-        clean = self.applied_in_batch and not self.overflowed_in_batch
-        self.applied_in_batch = self.overflowed_in_batch = False
-        if not clean or (number is not None and number == self.counted_batch):
-            return
-        self.counted_batch = number
-        keeper, policy = self.keeper, self.scaler.policy
-        wait = keeper is not None and keeper.must_wait(self.windows)
-        grows = policy.would_grow(wait=wait, ahead=1)
-        if grows and keeper and not keeper.may_grow(self.windows, policy.settings.growth_factor):
-            policy.growth_tracker += 1
-            return
-        self.scaler.count_clean_batch(wait=wait)
+    @contextmanager
+    def all_or_none(self, optimizers: Sequence[Any]) -> Iterator[None]:
+        """Let the optimizers' attempts inside apply together, or none. Host sync: one on entry."""
+        if self.block is not None:
+            raise self.block.refuse_nesting()
+        lanes = [self.lane(optimizer) for optimizer in optimizers] or list(self.windows.lanes)
+        lanes = list(dict.fromkeys(lanes))
+        if self.checking:
+            for lane in lanes:
+                self._unscale_lane(lane)
+        self.block = AllOrNone(lanes)
+        try:
+            yield
+        finally:
+            self.block = None

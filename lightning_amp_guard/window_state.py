@@ -25,7 +25,7 @@ def save_window(engine: AttemptEngine, names: dict[int, str]) -> dict[str, Any] 
         gradients as they are, multiplied by "scale".
     """
     held = engine.windows.held()
-    batch = [engine.applied_in_batch, engine.overflowed_in_batch]
+    batch = [engine.movement.applied_in_batch, engine.movement.overflowed_in_batch]
     if not held and not any(batch):
         return None
     return {
@@ -89,7 +89,8 @@ class SavedWindow:
             lane.stage = Stage.OPEN
             for cell in lane.cells:
                 cell.micro_batches, cell.nonfinite_loss = micro_batches, bad_loss
-        self.engine.applied_in_batch, self.engine.overflowed_in_batch = self.batch
+        movement = self.engine.movement
+        movement.applied_in_batch, movement.overflowed_in_batch = self.batch
 
 
 def _check_fit(name: object, grad: object, param: Tensor | None) -> None:

@@ -88,6 +88,7 @@ class Lane:
     stage: Stage = Stage.OPEN
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
     norm: Tensor | None = None
+    overflows_before: int = 0  # overflows that the scale had answered when this was unscaled
 
     def has_gradients(self) -> bool:
         """Return whether a parameter of the optimizer has a gradient. Host sync: none."""
@@ -136,6 +137,7 @@ class GradientWindows:
         ]
         self.cells: list[Cell] = []
         self.pending: Tensor | None = None
+        self.overflows = 0
         self._sizes: list[list[int]] = []
         self.refresh()
 
@@ -227,7 +229,7 @@ class GradientWindows:
                 known = lane.flags.get(device)
                 lane.flags[device] = flag if known is None else known + flag
             cell.scaled = False
-        lane.stage = Stage.UNSCALED
+        lane.stage, lane.overflows_before = Stage.UNSCALED, self.overflows
         self.scaler.note_unscaled(lane.optimizer, lane.flags)
 
     # ------------------------------------------------------------------ the scale moves

@@ -15,12 +15,16 @@ LAYERS = (
     {"errors"},
     {"outcome"},
     {"_upstream", "testing", "settings", "state"},
-    {"scale_policy"},
+    {"scale_policy", "fp32_scope", "anomaly"},
+    {"scaler_base"},
     {"scaler"},
-    {"windows"},
+    {"scaler_choice", "windows"},
+    {"movement", "all_or_none", "alarm"},
     {"attempt"},
     {"window_state"},
     {"guards"},
+    {"life_cycle"},
+    {"plugin"},
     {"precision", "fsdp"},
     {"monitor", "tokens"},
     {"cli", "pytorch_lightning"},
@@ -108,7 +112,7 @@ def allowed(name: str) -> set[str]:
     unit = name.partition(".")[0]
     if unit in ASIDE:
         return ASIDE[unit]
-    row = next(row for row, units in enumerate(LAYERS) if unit in units)
+    row = next((row for row, units in enumerate(LAYERS) if unit in units), len(LAYERS))
     return set().union(*LAYERS[:row], BEYOND.get(unit, set()), BEYOND.get(name, set()))
 
 

@@ -17,7 +17,7 @@ class WindowGuardCore(GuardCore):
     def attach(self, host: Host) -> None:
         """Keep the fit's windows."""
         super().attach(host)
-        host.running().keeper = self
+        host.running().movement.keeper = self
 
     def must_wait(self, windows: GradientWindows) -> bool:
         """Return whether an optimizer holds gradients that no step has consumed."""

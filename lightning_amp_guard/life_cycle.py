@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a precision plugin from set-up to teardown, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.anomaly import AnomalyProbe
+from lightning_amp_guard.attempt import AttemptEngine
+from lightning_amp_guard.errors import AmpGuardWarning
+from lightning_amp_guard.fp32_scope import Float32Scopes
+from lightning_amp_guard.guards._base import GuardCore
+from lightning_amp_guard.guards.checkpoint import ScalerCheckpointCore
+from lightning_amp_guard.outcome import StepOutcome, StepTally
+from lightning_amp_guard.scaler import SkipAwareGradScaler
+from lightning_amp_guard.settings import AmpSettings
+
+__all__ = ["LifeCycle"]
+
+
+class LifeCycle:
+    """Sets a fit up and takes it down, whichever Lightning base class stands behind.
+
+    Lightning calls `convert_module` and `connect` for every Trainer function, and `teardown` also
+    after an exception; only a fit gets windows, guards and listeners, and all of it is undone there.
+    """
+
+    guard_types: ClassVar[tuple[type[GuardCore], ...]] = ()
+    fail: Callable[[str], Exception]
+    autocast_context_manager: Callable[[], AbstractContextManager[Any]]
+    precision: Any
+    device: str
+    scaler: SkipAwareGradScaler | None
+
+    def _prepare(self, settings: AmpSettings) -> None:
+        self.settings = settings
+        self.tallies: list[StepTally] = []
+        self.last_outcome: StepOutcome | None = None
+        self.trainer: Any = None
+        self.module: Any = None
+        self.engine: AttemptEngine | None = None
+        self._checkpoint = ScalerCheckpointCore()
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        self.guards: list[Any] = []
+        self.active = False
+        self._gates: dict[str, Any] = {}
+        self._scopes: Float32Scopes | None = None
+        self._unguarded: set[int] = set()
+        self._after: list[Callable[[StepOutcome], None]] = []
+        self._see_batch: list[Callable[[Any], None]] = []
+        self._heard: tuple[Any, int] = (None, 0)
+        self._hooks: list[Callable[[StepOutcome], Any]] = []
+        self._handled: list[Any] = []
+        self._probe = AnomalyProbe(self.warn)
+
+    @property
+    def tally(self) -> StepTally:
+        """The sum over all optimizers; its `consecutive_skips` is the largest."""
+        return StepTally.total(self.tallies)
+
+    # ------------------------------------------------------------------ life cycle
+
+    def convert_module(self, module: Any) -> Any:
+        """Learn the module and put `fp32_modules` in force, for every Trainer function."""
+        self.module, self.trainer = module, module.trainer
+        self._resolve(self.trainer)
+        self._remove_scopes()
+        try:
+            self._scopes = Float32Scopes(
+                module, self.settings.fp32_modules, self.device, self.autocast_context_manager
+            )
+        except ValueError as error:
+            given = list(self.settings.fp32_modules)
+            raise self.fail(f"`{self._name()}(fp32_modules={given!r})`: {error}") from None
+        return super().convert_module(module)  # type: ignore[misc]
+
+    def _resolve(self, trainer: Any) -> None:
+        """Settle what could not be known before the run; a shell's business."""
+
+    def connect(self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Begin a fit: windows, guards, listeners. Validate, test and predict change nothing."""
+        if self.trainer is not None and _upstream.is_fitting(self.trainer):
+            self._close()
+            self._open(optimizers)
+        return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def _open(self, optimizers: list[Optimizer]) -> None:
+        scaling = self.scaler is not None
+        self._unguarded = {
+            i
+            for i, o in enumerate(optimizers)
+            if _upstream.needs_closure(_upstream.unwrap_optimizer(o))
+        }
+        self._speak_of_closures(
+            [_upstream.unwrap_optimizer(optimizers[i]) for i in sorted(self._unguarded)]
+        )
+        self.engine = AttemptEngine(
+            self.settings,
+            self.scaler or SkipAwareGradScaler("cpu", 1.0, dynamic=False),
+            optimizers,
+            self.tallies,
+            scaling=scaling,
+            checking=scaling or self.settings.bf16_guard,
+            manual=not self.module.automatic_optimization,
+        )
+        if self.scaler is not None:
+            self.scaler.watcher = self.engine
+        self.active = True
+        self._checkpoint = self._pick_guards()
+        for guard in self.guards:
+            guard.attach(self)
+        self._after = [g.after_outcome for g in self.guards if _overrides(g, "after_outcome")]
+        self._see_batch = [g.see_batch for g in self.guards if _overrides(g, "see_batch")]
+        self._heard = (None, 0)
+
+    def _pick_guards(self) -> ScalerCheckpointCore:
+        chosen = []
+        for kind in self.guard_types:
+            own = [cb for cb in self.trainer.callbacks if isinstance(cb, kind)]
+            chosen.append(own[0] if own else kind())
+        self.guards = [guard for guard in chosen if guard.enabled]
+        return next(guard for guard in chosen if isinstance(guard, ScalerCheckpointCore))
+
+    def _speak_of_closures(self, optimizers: list[Optimizer]) -> None:
+        if not optimizers:
+            return
+        name = type(optimizers[0]).__name__
+        if self.scaler is not None:
+            raise self.fail(
+                f"`{self._name()}(precision={self.precision!r})`: the optimizer `{name}` evaluates"
+                " its closure several times within a step, so its gradients cannot be unscaled and"
+                " checked once before it. Expected an optimizer whose `step()` works without a"
+                f' closure. Write `{self._name()}(precision="bf16-mixed")`, which needs no scale.'
+            )
+        self.info(
+            f"`{name}` needs its closure, so its updates are not guarded: a non-finite gradient is"
+            " applied, and schedules of this optimizer advance at every step."
+        )
+
+    def _close(self) -> None:
+        if self.active:
+            self._gates = self.saved_gates()
+        self.active = False
+        if self.scaler is not None:
+            self.scaler.watcher = None
+        for guard in self.guards:
+            guard.detach()
+
+    def _remove_scopes(self) -> None:
+        if self._scopes is not None:
+            self._scopes.remove()
+        self._scopes = None
+
+    def teardown(self) -> None:
+        """Undo every side effect; tallies, scale and an open window stay for a checkpoint."""
+        self._close()
+        self._remove_scopes()
+        self._handled = []
+        super().teardown()  # type: ignore[misc]
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plugin's checkpoint entry; see `ScalerCheckpoint`."""
+        if self._checkpoint.enabled:
+            return self._checkpoint.entry(self)
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore an entry of this package or of stock Lightning.
+
+        Raises:
+            ScalerStateError: The entry is damaged; the message names the key.
+        """
+        if not any(state_dict is done for done in self._handled):
+            self._checkpoint.restore(self, state_dict)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add torch's five values under stock's name, so that stock Lightning can resume."""
+        five = self._checkpoint.stock_entry(self)
+        if five is not None:
+            checkpoint.setdefault("MixedPrecision", five)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Find and restore the entry when fitting; otherwise leave everything as it is."""
+        found = self._checkpoint.find(checkpoint, type(self).__qualname__)
+        # Lightning hands the same entries to `load_state_dict` next: done, or not wanted
+        self._handled = [v for v in checkpoint.values() if isinstance(v, dict)]
+        if self.trainer is None or _upstream.is_fitting(self.trainer):
+            self._checkpoint.restore(self, found)
+
+    # ------------------------------------------------------------------ for the guards
+
+    def info(self, message: str) -> None:
+        """Print one line on rank 0."""
+        rank_zero_info(message)
+
+    def warn(self, message: str) -> None:
+        """Warn with `AmpGuardWarning` on rank 0."""
+        rank_zero_warn(message, category=AmpGuardWarning)
+
+    def saved_gates(self) -> dict[str, Any]:
+        """Return what the guards have to keep, by guard name."""
+        if not self.active:
+            return self._gates
+        return {g.name: saved for g in self.guards if (saved := g.save()) is not None}
+
+    def running(self) -> AttemptEngine:
+        """Return the engine of the fit that is under way."""
+        assert self.engine is not None
+        return self.engine
+
+    def unguarded(self) -> set[int]:
+        """Return the optimizers that step without an outcome."""
+        return self._unguarded
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the module's parameter names by `id(parameter)`."""
+        return {id(p): name for name, p in self.module.named_parameters()}
+
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle settings, scale and counts; what belongs to a run stays behind."""
+        gone = dict.fromkeys(("trainer", "module", "engine", "_probe"))
+        fresh = {"guards": [], "active": False, "_scopes": None, "_after": [], "_see_batch": []}
+        rest = {"_heard": (None, 0), "_hooks": [], "_handled": []}
+        return {**self.__dict__, **gone, **fresh, **rest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without a run."""
+        self.__dict__.update(state)
+        self._probe = AnomalyProbe(self.warn)
+
+
+def _overrides(guard: Any, name: str) -> bool:
+    return getattr(type(guard), name) is not getattr(GuardCore, name)
