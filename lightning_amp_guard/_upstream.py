@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 __all__ = [
@@ -33,8 +34,10 @@ __all__ = [
     "multiply_",
     "native_low_precision",
     "needs_closure",
+    "plain_ddp",
     "sparse_values",
     "unwrap_optimizer",
+    "whole",
 ]
 
 _STRIDED = torch.strided
@@ -91,6 +94,31 @@ def as_plain(grads: Iterable[Tensor]) -> list[Tensor]:
         else _memory_of(g)
         for g in grads
     ]
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a sharded scalar (the norm of sharded gradients) as a plain tensor on every rank.
+
+    Host sync: none; a collective where `value` is a `DTensor`.
+    """
+    full = getattr(value, "full_tensor", None)
+    return value if full is None else cast("Tensor", full())
+
+
+def plain_ddp(strategy: Any, automatic: bool) -> bool:
+    """Return whether the gradient all-reduce spreads an inf to every rank by itself.
+
+    So it is under DDP in automatic optimization, unless parameters are ignored or a communication
+    hook (or a model averager) replaces the all-reduce.
+    """
+    ddp = getattr(strategy, "model", None)
+    return (
+        automatic
+        and isinstance(ddp, DistributedDataParallel)
+        and not getattr(ddp, "_comm_hooks", [])
+        and not getattr(ddp, "parameters_to_ignore", set())
+        and getattr(strategy, "_model_averager", None) is None
+    )
 
 
 def _memory_of(grad: Tensor) -> Tensor:

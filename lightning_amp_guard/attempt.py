@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_amp_guard import _upstream
 from lightning_amp_guard.all_or_none import AllOrNone
 from lightning_amp_guard.movement import ScaleMovement
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
+from lightning_amp_guard.ranks import RankAgreement
 from lightning_amp_guard.scaler import SkipAwareGradScaler, read_flags
 from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.windows import Cell, GradientWindows, Lane, Stage
@@ -74,7 +76,7 @@ class AttemptEngine:
         self.verifier: Verifier | None = None
         self.movement = ScaleMovement(scaler, self.windows)
         self.block: AllOrNone | None = None
-        self.agree: Callable[[bool], bool] | None = None
+        self.ranks: RankAgreement | None = None
         self.reopen: Reopens | None = None
         self.wants_norm: list[Callable[[], bool]] = []
 
@@ -147,54 +149,71 @@ class AttemptEngine:
         """
         if self.block is not None:
             self.block.admit(lane)
-        if not lane.has_gradients():
+        if not self._check(lane):
             look()
             return None
-        if self.checking:
-            self._unscale_lane(lane)
-            self._check_fresh(lane)
-        lane.norm = None
+        if any([wants() for wants in self.wants_norm]):
+            lane.norm = torch.nn.utils.get_total_norm(lane.gradients())
         look()
         nonfinite, norm = self._read(lane)
-        reason = self._reason(lane, nonfinite)
+        reason, earlier = self._reason(lane, nonfinite)
         if reason is None:
             lane.optimizer.step(**kwargs)
-        return self._conclude(lane, reason, norm)
+        return self._conclude(lane, reason, norm, earlier)
 
-    def _check_fresh(self, lane: Lane) -> None:
-        """Check gradients that were assigned after an explicit unscale found none."""
-        if not lane.flags:
-            lane.stage = Stage.STEPPED
-            self.windows.unscale_(lane)
+    def _check(self, lane: Lane) -> bool:
+        """Unscale and check the lane; return whether there is a gradient, here or on another rank."""
+        present = lane.has_gradients()
+        if not self.checking:
+            return present
+        if present:
+            self._unscale_lane(lane)
+            if not lane.flags:  # assigned after an explicit unscale, which found none
+                lane.stage = Stage.STEPPED
+                self.windows.unscale_(lane)
+        if self.ranks is not None and self.ranks.on_every_attempt():
+            return self._share(lane, self.ranks, present)
+        return present
+
+    def _share(self, lane: Lane, ranks: RankAgreement, present: bool) -> bool:
+        """Give every rank the flag of all; a rank without gradients takes part with 0."""
+        if not lane.shared:
+            flags = [flag.to(ranks.device) for flag in lane.flags.values()]
+            both = torch.zeros(2, device=ranks.device)
+            both[1] = float(present)
+            for flag in flags:
+                both[0].add_(flag)
+            ranks.reduce_(both)
+            lane.flags, lane.present, lane.shared = {ranks.device: both[0]}, both[1], True
+        return present or (lane.present is not None and bool(lane.present))
 
     def _read(self, lane: Lane) -> tuple[bool, float | None]:
         """Return whether a gradient is non-finite, and the norm if there is one: the host read."""
-        flags = list(lane.flags.values())
-        norm = lane.norm
-        if norm is None and any([wants() for wants in self.wants_norm]):
-            grads = [p.grad for c in lane.cells for p in c.params if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
+        flags, norm = list(lane.flags.values()), lane.norm
         if norm is None:
             return read_flags(flags), None
-        together = torch.stack([*(f.to(norm.device) for f in flags), norm.detach().float()])
+        norm = _upstream.whole(norm.detach()).float()
+        together = torch.stack([*(f.to(norm.device) for f in flags), norm])
         *found, value = together.tolist()
         return any(found), value
 
-    def _reason(self, lane: Lane, nonfinite: bool) -> SkipReason | None:
-        if nonfinite:
-            return self._blame(lane)
-        doomed = self.block is not None and self.block.doomed
-        return SkipReason.PARTNER_SKIPPED if doomed else None
-
-    def _blame(self, lane: Lane) -> SkipReason:
+    def _reason(self, lane: Lane, nonfinite: bool) -> tuple[SkipReason | None, bool]:
+        """Return why to skip, and whether the scale has answered this overflow already."""
+        if not nonfinite:
+            doomed = self.block is not None and self.block.doomed
+            return (SkipReason.PARTNER_SKIPPED if doomed else None), False
         bad_loss = lane.had_nonfinite_loss()
-        if self.agree is not None:
-            bad_loss = self.agree(bad_loss)
-        return SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS
+        earlier = self.windows.overflows != lane.overflows_before or lane.overflowed_earlier()
+        if self.ranks is not None:
+            bad_loss, earlier = self.ranks.any(bad_loss, earlier)
+        blamed = SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS
+        return blamed, earlier
 
-    def _conclude(self, lane: Lane, reason: SkipReason | None, norm: float | None) -> StepOutcome:
+    def _conclude(
+        self, lane: Lane, reason: SkipReason | None, norm: float | None, earlier: bool
+    ) -> StepOutcome:
         scale, micro_batches = self.scaler.get_scale(), lane.micro_batches
-        lane.stage = Stage.STEPPED
+        lane.stage, lane.norm = Stage.STEPPED, None
         if self.manual:
             for cell in lane.cells:
                 cell.mark()
@@ -203,7 +222,7 @@ class AttemptEngine:
         elif reason is SkipReason.NONFINITE_GRADIENTS or (
             reason is SkipReason.NONFINITE_LOSS and self.settings.backoff_on_nonfinite_loss
         ):
-            self.movement.overflowed(lane)
+            self.movement.overflowed(answered=earlier)
         outcome = StepOutcome(
             lane.idx,
             self.tallies[lane.idx].attempted,
@@ -240,7 +259,7 @@ class AttemptEngine:
         lanes = list(dict.fromkeys(lanes))
         if self.checking:
             for lane in lanes:
-                self._unscale_lane(lane)
+                self._check(lane)
         self.block = AllOrNone(lanes)
         try:
             yield

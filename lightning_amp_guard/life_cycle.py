@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -19,6 +20,7 @@ from lightning_amp_guard.fp32_scope import Float32Scopes
 from lightning_amp_guard.guards._base import GuardCore
 from lightning_amp_guard.guards.checkpoint import ScalerCheckpointCore
 from lightning_amp_guard.outcome import StepOutcome, StepTally
+from lightning_amp_guard.ranks import RankAgreement
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.settings import AmpSettings
 
@@ -112,6 +114,7 @@ class LifeCycle:
             checking=scaling or self.settings.bf16_guard,
             manual=not self.module.automatic_optimization,
         )
+        self.engine.ranks = self.engine.movement.ranks = self._agreement()
         if self.scaler is not None:
             self.scaler.watcher = self.engine
         self.active = True
@@ -121,6 +124,15 @@ class LifeCycle:
         self._after = [g.after_outcome for g in self.guards if _overrides(g, "after_outcome")]
         self._see_batch = [g.see_batch for g in self.guards if _overrides(g, "see_batch")]
         self._heard = (None, 0)
+
+    def _agreement(self) -> RankAgreement | None:
+        strategy, sync = self.trainer.strategy, self.settings.sync_found_inf
+        if self.trainer.world_size == 1 or sync is False:
+            return None
+        spreads = partial(_upstream.plain_ddp, strategy, self.module.automatic_optimization)
+        return RankAgreement(
+            strategy.root_device, on_every_attempt=lambda: sync is True or not spreads()
+        )
 
     def _pick_guards(self) -> ScalerCheckpointCore:
         chosen = []

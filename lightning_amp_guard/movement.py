@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from lightning_amp_guard.ranks import RankAgreement
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.windows import GradientWindows, Lane
+from lightning_amp_guard.windows import GradientWindows
 
 __all__ = ["ScaleMovement", "WindowKeeper"]
 
@@ -40,6 +41,7 @@ class ScaleMovement:
         self.scaler = scaler
         self.windows = windows
         self.keeper: WindowKeeper | None = None
+        self.ranks: RankAgreement | None = None
         self.applied_in_batch = self.overflowed_in_batch = False
         self._counted: int | None = None
 
@@ -47,14 +49,16 @@ class ScaleMovement:
         """Learn that an attempt was applied."""
         self.applied_in_batch = True
 
-    def overflowed(self, lane: Lane) -> None:
-        """Back off, unless the gradients were made at a scale that has backed off since.
+    def overflowed(self, *, answered: bool) -> None:
+        """Back off at once. Host sync: none.
 
-        Host sync: one if the scale moved while the lane held gradients.
+        Args:
+            answered: The gradients were made at a scale that has backed off since: that was this
+                very overflow, and the scale stays.
         """
         self.overflowed_in_batch = True
-        if lane.overflows_before != self.windows.overflows or lane.overflowed_earlier():
-            return  # that was this very overflow
+        if answered:
+            return
         self.windows.overflows += 1
         before = self.scaler.get_scale()
         self.scaler.back_off()
@@ -80,10 +84,18 @@ class ScaleMovement:
         if not clean or (number is not None and number == self._counted):
             return
         self._counted = number
-        keeper, policy = self.keeper, self.scaler.policy
-        wait = keeper is not None and keeper.must_wait(self.windows)
-        grows = policy.would_grow(wait=wait, ahead=1)
-        if grows and keeper and not keeper.may_grow(self.windows, policy.settings.growth_factor):
-            policy.growth_tracker += 1
+        policy = self.scaler.policy
+        if not policy.would_grow(ahead=1) or self.keeper is None:
+            self.scaler.count_clean_batch()
             return
-        self.scaler.count_clean_batch(wait=wait)
+        wait, too_large = self._ask_ranks(
+            self.keeper.must_wait(self.windows),
+            not self.keeper.may_grow(self.windows, policy.settings.growth_factor),
+        )
+        if policy.would_grow(wait=wait, ahead=1) and too_large:
+            policy.growth_tracker += 1
+        else:
+            self.scaler.count_clean_batch(wait=wait)
+
+    def _ask_ranks(self, *flags: bool) -> list[bool]:
+        return list(flags) if self.ranks is None else self.ranks.any(*flags)

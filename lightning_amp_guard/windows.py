@@ -88,11 +88,17 @@ class Lane:
     stage: Stage = Stage.OPEN
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
     norm: Tensor | None = None
+    shared: bool = False  # are the flags those of all ranks?
+    present: Tensor | None = None  # has any rank a gradient?
     overflows_before: int = 0  # overflows that the scale had answered when this was unscaled
 
     def has_gradients(self) -> bool:
         """Return whether a parameter of the optimizer has a gradient. Host sync: none."""
         return any([cell.has_gradients() for cell in self.cells])
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients there are."""
+        return [p.grad for cell in self.cells for p in cell.params if p.grad is not None]
 
     @property
     def micro_batches(self) -> int:
@@ -196,7 +202,7 @@ class GradientWindows:
                 self._rescale_leftovers(cell)
             cell.scaled = True
         for lane in self.lanes:
-            lane.stage, lane.norm = Stage.OPEN, None
+            lane.stage, lane.norm, lane.shared = Stage.OPEN, None, False
         self.pending = loss
 
     def _rescale_leftovers(self, cell: Cell) -> None:
@@ -219,7 +225,7 @@ class GradientWindows:
 
     def unscale_(self, lane: Lane) -> None:
         """Divide the lane's gradients by the scale and check them. Host sync: none."""
-        lane.flags = {}
+        lane.flags, lane.shared = {}, False
         again = lane.stage is Stage.STEPPED
         for cell in lane.cells:
             if again:

@@ -15,7 +15,7 @@ LAYERS = (
     {"errors"},
     {"outcome"},
     {"_upstream", "testing", "settings", "state"},
-    {"scale_policy", "fp32_scope", "anomaly"},
+    {"scale_policy", "fp32_scope", "anomaly", "ranks"},
     {"scaler_base"},
     {"scaler"},
     {"scaler_choice", "windows"},

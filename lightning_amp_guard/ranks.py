@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement between ranks: all apply or all skip, with equal scales and reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["RankAgreement"]
+
+
+class RankAgreement:
+    """Lets every rank learn whether something holds on any of them.
+
+    Torch's scaler decides on each rank by itself, so ranks whose gradients are not synchronised part
+    (PyTorch issues 136009 and 90057): one applies, another skips, and the scales drift.
+
+    Args:
+        device: Where the flags are reduced; the strategy's root device.
+        on_every_attempt: Returns whether the non-finite flag itself has to be reduced; asked at
+            each attempt, since communication hooks may be registered late. Plain DDP spreads an inf
+            with the gradients, so there every rank finds it without a collective of its own.
+    """
+
+    def __init__(self, device: torch.device, *, on_every_attempt: Callable[[], bool]) -> None:
+        self.device = device
+        self.on_every_attempt = on_every_attempt
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Return, per flag, whether it is set on any rank. Host sync: one all-reduce."""
+        together = torch.tensor(flags, dtype=torch.float32, device=self.device)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in together.tolist()]
+
+    def reduce_(self, flags: Tensor) -> Tensor:
+        """Take the maximum of `flags` over the ranks in place and return it. Host sync: none."""
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return flags
