@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "GradMark",
@@ -25,17 +27,20 @@ __all__ = [
     "as_plain",
     "batch_number",
     "grad_marks",
+    "has_gradients",
     "inside_batch",
     "is_compiled",
     "is_fitting",
     "is_log_step",
     "magnitudes",
+    "map_tensors",
     "moved_since",
     "multiply_",
     "native_low_precision",
     "needs_closure",
     "plain_ddp",
     "sparse_values",
+    "tensors_in",
     "unwrap_optimizer",
     "whole",
 ]
@@ -154,6 +159,11 @@ def moved_since(params: Sequence[Tensor], marks: Sequence[GradMark]) -> list[tup
     return moved
 
 
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Return whether a parameter of the optimizer has a gradient. Host sync: none."""
+    return any([p.grad is not None for p in all_params(optimizer.param_groups)])
+
+
 def is_fitting(trainer: Any) -> bool:
     """Return whether the Trainer runs `fit` (not validate, test or predict)."""
     fn = trainer.state.fn
@@ -204,6 +214,18 @@ def native_low_precision(device: str) -> tuple[bool, bool]:
     if device == "xpu":
         return torch.xpu.is_bf16_supported(), True
     return False, device == "mps"
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples, dicts and dataclasses."""
+    if is_dataclass(tree) and not isinstance(tree, type):
+        tree = [getattr(tree, f.name) for f in fields(tree)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return `tree` (nested lists, tuples and dicts) with `function` applied to its tensors."""
+    return tree_map_only(Tensor, function, tree)
 
 
 def all_params(groups: Iterable[dict[str, Any]]) -> list[Tensor]:

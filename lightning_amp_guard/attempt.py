@@ -78,12 +78,19 @@ class AttemptEngine:
         self.block: AllOrNone | None = None
         self.ranks: RankAgreement | None = None
         self.reopen: Reopens | None = None
+        self.optimizers_now: Callable[[], list[Any]] = lambda: [
+            x.optimizer for x in self.windows.lanes
+        ]
         self.wants_norm: list[Callable[[], bool]] = []
 
     def lane(self, optimizer: Any) -> Lane:
         """Return the optimizer's lane."""
         lane = self.windows.lane(optimizer)
-        self._extend_tallies()
+        if lane is None:
+            self.windows.follow([*self.optimizers_now(), optimizer])
+            self._extend_tallies()
+            lane = self.windows.lane(optimizer)
+        assert lane is not None
         return lane
 
     def _extend_tallies(self) -> None:
@@ -214,8 +221,9 @@ class AttemptEngine:
     ) -> StepOutcome:
         scale, micro_batches = self.scaler.get_scale(), lane.micro_batches
         lane.stage, lane.norm = Stage.STEPPED, None
-        if self.manual:
-            for cell in lane.cells:
+        for cell in lane.cells:
+            cell.consumed = True
+            if self.manual:
                 cell.mark()
         if reason is None:
             self.movement.applied()

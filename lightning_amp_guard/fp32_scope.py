@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
@@ -54,7 +53,7 @@ class _Scope:
         context = self.context()
         context.__enter__()
         self.entered.append(context)
-        return apply_to_collection((args, kwargs), Tensor, _to_float32) if self.cast else None
+        return _upstream.map_tensors(_to_float32, (args, kwargs)) if self.cast else None
 
     def after(self, module: Module, args: Any, output: Any) -> None:
         if self.entered:

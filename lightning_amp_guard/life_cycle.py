@@ -114,6 +114,7 @@ class LifeCycle:
             checking=scaling or self.settings.bf16_guard,
             manual=not self.module.automatic_optimization,
         )
+        self.engine.optimizers_now = lambda: list(self.trainer.optimizers)
         self.engine.ranks = self.engine.movement.ranks = self._agreement()
         if self.scaler is not None:
             self.scaler.watcher = self.engine

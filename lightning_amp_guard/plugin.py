@@ -135,9 +135,10 @@ class AmpPlugin(LifeCycle):
         self, optimizer: Any, clip_val: Any = 0.0, *args: Any, **kwargs: Any
     ) -> None:
         """Clip true gradients: unscales first where that has not been done."""
-        if clip_val > 0:
-            optimizer = _upstream.unwrap_optimizer(optimizer)
-            self.unscale_(optimizer)
+        optimizer = _upstream.unwrap_optimizer(optimizer)
+        if clip_val <= 0 or not _upstream.has_gradients(optimizer):
+            return  # torch's clip by value fails where there is nothing to clip
+        self.unscale_(optimizer)
         self._clip(optimizer, clip_val, *args, **kwargs)
 
     def _clip(self, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> None:

@@ -40,6 +40,7 @@ class Cell:
         self.param_groups = [{"params": params}]
         self.marks: list[_upstream.GradMark] = [None] * len(params)
         self.scaled = False  # do gradients, where there are any, carry the scale?
+        self.consumed = False  # has an attempt been made on them?
         self.micro_batches = 0
         self.losses: list[Tensor] = []
         self.nonfinite_loss = False
@@ -59,7 +60,7 @@ class Cell:
 
     def restart(self) -> None:
         """Begin a new window."""
-        self.micro_batches, self.losses = 0, []
+        self.micro_batches, self.losses, self.consumed = 0, [], False
         self.nonfinite_loss, self.tainted = False, []
 
     def add_loss(self, loss: Tensor) -> None:
@@ -147,15 +148,22 @@ class GradientWindows:
         self._sizes: list[list[int]] = []
         self.refresh()
 
-    def lane(self, optimizer: Any) -> Lane:
-        """Return the optimizer's lane; a new one if the optimizer came up during the fit."""
+    def lane(self, optimizer: Any) -> Lane | None:
+        """Return the optimizer's lane, or `None` if there is none."""
         optimizer = _upstream.unwrap_optimizer(optimizer)
-        for lane in self.lanes:
-            if lane.optimizer is optimizer:
-                return lane
-        self.lanes.append(Lane(len(self.lanes), optimizer))
+        return next((lane for lane in self.lanes if lane.optimizer is optimizer), None)
+
+    def follow(self, optimizers: Sequence[Any]) -> None:
+        """Take over the Trainer's optimizers of now, where a callback replaced them in the fit."""
+        raw = [_upstream.unwrap_optimizer(optimizer) for optimizer in optimizers]
+        known = {id(lane.optimizer): lane for lane in self.lanes}
+        self.lanes = [
+            Lane(i, o, stage=Stage.OPEN) if id(o) not in known else known[id(o)]
+            for i, o in enumerate(raw)
+        ]
+        for i, lane in enumerate(self.lanes):
+            lane.idx = i
         self.refresh()
-        return self.lanes[-1]
 
     def refresh(self) -> None:
         """Sort the parameters into cells anew if a parameter group was added."""
@@ -198,7 +206,6 @@ class GradientWindows:
                 if len(self.cells) > 1:
                     cell.mark()
             elif not cell.scaled:
-                cell.restart()
                 self._rescale_leftovers(cell)
             cell.scaled = True
         for lane in self.lanes:
@@ -206,6 +213,9 @@ class GradientWindows:
         self.pending = loss
 
     def _rescale_leftovers(self, cell: Cell) -> None:
+        # unscaled but not stepped, the window goes on, unless the gradients were zeroed meanwhile
+        if cell.consumed or not any(_upstream.magnitudes(cell.gradients())):
+            cell.restart()
         if (scale := self.scaler.get_scale()) != 1.0:
             self.scaler.multiply_held_(cell, scale)
         cell.mark()

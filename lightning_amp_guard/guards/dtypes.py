@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_amp_guard import _upstream
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.outcome import StepOutcome
 
@@ -45,8 +45,7 @@ class DtypeGuardCore(GuardCore):
 
     def see_batch(self, batch: Any) -> None:
         """Warn of a float16 input batch."""
-        found: list[Tensor] = []
-        apply_to_collection(batch, Tensor, found.append)
+        found = _upstream.tensors_in(batch)
         if self.host is not None and any(t.dtype is torch.float16 for t in found):
             self.host.warn(
                 "`DtypeGuard`: the first training batch holds float16 tensors. Expected float32:"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import ScalerStateError
@@ -35,7 +34,7 @@ class SchedulerGateCore(GuardCore):
 
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
-        self._turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
+        self._turns: list[tuple[Any, Turn]] = []  # by identity: schedulers may define __eq__
         self._pending: list[list[bool]] = []
         self._patch: InstancePatch | None = None
         self._swapped: list[tuple[Any, type]] = []
@@ -54,7 +53,7 @@ class SchedulerGateCore(GuardCore):
             self._patch.undo()
         for scheduler, kind in self._swapped:
             scheduler.__class__ = kind
-        self._patch, self._swapped = None, []
+        self._patch, self._swapped, self._turns = None, [], []
         super().detach()
 
     def after_outcome(self, outcome: StepOutcome) -> None:
@@ -71,12 +70,17 @@ class SchedulerGateCore(GuardCore):
         found = []
         for config in self.host.trainer.lr_scheduler_configs:
             scheduler = config.scheduler
-            if scheduler not in self._turns:
-                self._turns[scheduler] = Turn(*(self._pending.pop(0) if self._pending else ()))
+            turn = self._turn_of(scheduler)
+            if turn is None:
+                turn = Turn(*(self._pending.pop(0) if self._pending else ()))
+                self._turns.append((scheduler, turn))
                 if not self.host.module.automatic_optimization:
-                    self._swap(scheduler)
-            found.append((self._turns[scheduler], self._optimizer_of(scheduler)))
+                    self._swap(scheduler, turn)
+            found.append((turn, self._optimizer_of(scheduler)))
         return found
+
+    def _turn_of(self, scheduler: Any) -> Turn | None:
+        return next((turn for known, turn in self._turns if known is scheduler), None)
 
     def _optimizer_of(self, scheduler: Any) -> int | None:
         optimizer = _upstream.unwrap_optimizer(getattr(scheduler, "optimizer", None))
@@ -94,17 +98,17 @@ class SchedulerGateCore(GuardCore):
     def _at_turn(self, step: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Automatic optimization: let the turn pass only after an applied update."""
         self._follow()
-        turn = self._turns.get(scheduler)
+        turn = self._turn_of(scheduler)
         if turn is not None and self._gated(scheduler) and not turn.take()[0]:
             return None
         return step(scheduler, *args, **kwargs)
 
-    def _swap(self, scheduler: Any) -> None:
+    def _swap(self, scheduler: Any, turn: Turn) -> None:
         """Manual optimization: leave out a call when every attempt since the last was skipped.
 
         The class is swapped, because an instance attribute would land in the `state_dict`.
         """
-        kind, turn = type(scheduler), self._turns[scheduler]
+        kind = type(scheduler)
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             applied, skipped = turn.take()

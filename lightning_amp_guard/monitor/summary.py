@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary at the end of a fit: a handful of lines, as a table where the terminal shows one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.monitor.metrics import FitMetrics, expected_share, tallies_since
+from lightning_amp_guard.outcome import SkipReason, StepTally
+from lightning_amp_guard.plugin import AmpPlugin
+
+__all__ = ["FitSummary", "ScheduleEnd", "show", "summarize"]
+
+_TITLE = "Mixed precision in this fit"
+_CAUSES = {
+    SkipReason.NONFINITE_GRADIENTS: "non-finite gradients",
+    SkipReason.NONFINITE_LOSS: "non-finite loss",
+    SkipReason.PARTNER_SKIPPED: "partner skipped",
+}
+_SCHEDULES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ScheduleEnd:
+    """Says where a step-interval schedule stands at the end of a fit.
+
+    Args:
+        name: The scheduler's class name.
+        attempted: Attempts of its optimizer in this fit: the turns it was planned for.
+        applied: Applied updates of its optimizer in this fit.
+        gated: Whether it advanced with applied updates only.
+    """
+
+    name: str
+    attempted: int
+    applied: int
+    gated: bool = True
+
+    @property
+    def sentence(self) -> str:
+        """How far the schedule ends short, or runs ahead where nothing held it back."""
+        gap, of = self.attempted - self.applied, f"{self.attempted} attempts"
+        if self.gated:
+            return f"ends {gap} short of {of}"
+        return f"not gated: ran through {of}, {gap} ahead of the updates"
+
+
+@dataclass(frozen=True)
+class FitSummary:
+    """Holds what the summary of a fit says.
+
+    Args:
+        tally: Counts of this fit, all optimizers together.
+        run: Counts of the whole run, earlier fits and the checkpoint's past included.
+        reasons: Skips of this fit by reason.
+        expected: The share of skips that growth explains.
+        scales: Lowest, highest and last scale; `None` where nothing scales.
+        schedules: The step-interval schedules.
+    """
+
+    tally: StepTally
+    run: StepTally
+    reasons: Mapping[SkipReason, int]
+    expected: float
+    scales: tuple[float, float, float] | None
+    schedules: Sequence[ScheduleEnd] = ()
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the lines as `(label, text)`, at most nine."""
+        tally = self.tally
+        by_reason = ", ".join(f"{n} {_CAUSES[r]}" for r, n in _sorted_by_count(self.reasons))
+        rows = [
+            ("attempts", f"{tally.attempted}"),
+            ("applied", f"{tally.applied}"),
+            ("skipped", f"{tally.skipped}" + (f" ({by_reason})" if by_reason else "")),
+            ("skip share", f"{_share(tally)} (expected about {100 * self.expected:.2g} %)"),
+        ]
+        if self.scales is not None:
+            low, high, last = map(scale_text, self.scales)
+            rows.append(("scale", f"{low} to {high}, now {last}"))
+        if self.run.attempted > tally.attempted:
+            rows.append(
+                ("whole run", f"{self.run.applied} applied of {self.run.attempted} attempts")
+            )
+        return rows + self._schedule_rows()
+
+    def _schedule_rows(self) -> list[tuple[str, str]]:
+        rows = [(f"schedule {s.name}", s.sentence) for s in self.schedules]
+        if len(rows) > _SCHEDULES_SHOWN:
+            hidden = len(rows) - _SCHEDULES_SHOWN + 1
+            rows[_SCHEDULES_SHOWN - 1 :] = [("schedules", f"and {hidden} more")]
+        return rows
+
+
+def _sorted_by_count(reasons: Mapping[SkipReason, int]) -> list[tuple[SkipReason, int]]:
+    return sorted(reasons.items(), key=lambda item: -item[1])
+
+
+def _share(tally: StepTally) -> str:
+    return f"{100 * tally.skipped / max(tally.attempted, 1):.3g} %"
+
+
+def scale_text(scale: float) -> str:
+    """Return a scale for reading: powers of two from 1024 as such, others in short."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and scale >= 1024 else f"{scale:g}"
+
+
+def as_text(rows: Sequence[tuple[str, str]]) -> str:
+    """Return the rows as aligned plain text under the title."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join([f"{_TITLE}:", *(f"  {label:<{width}}  {text}" for label, text in rows)])
+
+
+def as_table(rows: Sequence[tuple[str, str]]) -> str:
+    """Return the rows as a rich table without colours, as wide as its longest line.
+
+    Plain ASCII where standard error cannot show box characters.
+    """
+    rich_table, rich_console, box = map(
+        importlib.import_module, ("rich.table", "rich.console", "rich.box")
+    )
+    unicode = (sys.stderr.encoding or "").lower().startswith("utf")
+    table = rich_table.Table(
+        title=_TITLE, show_header=False, box=box.ROUNDED if unicode else box.ASCII
+    )
+    for row in rows:
+        table.add_row(*row)
+    console = rich_console.Console(
+        file=io.StringIO(), width=160, color_system=None, legacy_windows=False
+    )
+    with console.capture() as captured:
+        console.print(table)
+    return str(captured.get()).rstrip("\n")
+
+
+def summarize(trainer: Any, plugin: AmpPlugin, metrics: FitMetrics) -> FitSummary:
+    """Return what the fit came to; called before the plugin takes the fit down. Host sync: none."""
+    fits = tallies_since(plugin.tallies, metrics.before)
+    settings = scales = None
+    if plugin.scaler is not None:
+        settings, last = plugin.scaler.policy.settings, plugin.scaler.get_scale()
+        scales = (min(metrics.lowest, last), max(metrics.highest, last), last)
+    return FitSummary(
+        StepTally.total(fits),
+        plugin.tally,
+        metrics.reasons,
+        expected_share(settings),
+        scales,
+        _schedule_ends(trainer, plugin, fits),
+    )
+
+
+def _schedule_ends(trainer: Any, plugin: AmpPlugin, fits: Sequence[StepTally]) -> list[ScheduleEnd]:
+    gated = any(guard.name == "SchedulerGate" for guard in plugin.guards)
+    owners = [_upstream.unwrap_optimizer(optimizer) for optimizer in trainer.optimizers]
+    return [
+        ScheduleEnd(type(config.scheduler).__name__, fit.attempted, fit.applied, gated)
+        for config in trainer.lr_scheduler_configs
+        for owner, fit in zip(owners, fits, strict=False)
+        if config.interval == "step"
+        and owner is _upstream.unwrap_optimizer(getattr(config.scheduler, "optimizer", None))
+    ]
+
+
+def show(summary: FitSummary) -> None:
+    """Print the summary on rank 0, at most twelve lines."""
+    rows = summary.rows()
+    # Lightning's log lines go to standard error
+    table = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    rank_zero_info((as_table if table else as_text)(rows))
