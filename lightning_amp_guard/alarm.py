@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardError, NonFiniteGradientError, SkipLimitError
+from lightning_amp_guard.lanes import Lane
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.settings import AmpSettings
-from lightning_amp_guard.windows import Lane
 
 __all__ = ["alarm", "nonfinite_parameters"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from lightning_amp_guard.errors import AmpGuardError
-from lightning_amp_guard.windows import Lane
+from lightning_amp_guard.lanes import Lane
 
 __all__ = ["AllOrNone"]
 

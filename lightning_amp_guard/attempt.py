@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.all_or_none import AllOrNone
+from lightning_amp_guard.lanes import Cell, Lane, Stage
 from lightning_amp_guard.movement import ScaleMovement
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.ranks import RankAgreement
 from lightning_amp_guard.scaler import SkipAwareGradScaler, read_flags
 from lightning_amp_guard.settings import AmpSettings
-from lightning_amp_guard.windows import Cell, GradientWindows, Lane, Stage
+from lightning_amp_guard.windows import GradientWindows
 
 __all__ = ["AttemptEngine", "Verifier"]
 
@@ -182,16 +183,11 @@ class AttemptEngine:
             return self._share(lane, self.ranks, present)
         return present
 
-    def _share(self, lane: Lane, ranks: RankAgreement, present: bool) -> bool:
-        """Give every rank the flag of all; a rank without gradients takes part with 0."""
+    @staticmethod
+    def _share(lane: Lane, ranks: RankAgreement, present: bool) -> bool:
         if not lane.shared:
-            flags = [flag.to(ranks.device) for flag in lane.flags.values()]
-            both = torch.zeros(2, device=ranks.device)
-            both[1] = float(present)
-            for flag in flags:
-                both[0].add_(flag)
-            ranks.reduce_(both)
-            lane.flags, lane.present, lane.shared = {ranks.device: both[0]}, both[1], True
+            nonfinite, lane.present = ranks.share(lane.flags.values(), present)
+            lane.flags, lane.shared = {ranks.device: nonfinite}, True
         return present or (lane.present is not None and bool(lane.present))
 
     def _read(self, lane: Lane) -> tuple[bool, float | None]:

@@ -8,26 +8,24 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.anomaly import AnomalyProbe
 from lightning_amp_guard.attempt import AttemptEngine
-from lightning_amp_guard.errors import AmpGuardWarning
+from lightning_amp_guard.configuration import Configuration
 from lightning_amp_guard.fp32_scope import Float32Scopes
 from lightning_amp_guard.guards._base import GuardCore
 from lightning_amp_guard.guards.checkpoint import ScalerCheckpointCore
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.ranks import RankAgreement
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import AmpSettings
 
 __all__ = ["LifeCycle"]
 
 
-class LifeCycle:
+class LifeCycle(Configuration):
     """Sets a fit up and takes it down, whichever Lightning base class stands behind.
 
     Lightning calls `convert_module` and `connect` for every Trainer function, and `teardown` also
@@ -35,14 +33,9 @@ class LifeCycle:
     """
 
     guard_types: ClassVar[tuple[type[GuardCore], ...]] = ()
-    fail: Callable[[str], Exception]
     autocast_context_manager: Callable[[], AbstractContextManager[Any]]
-    precision: Any
-    device: str
-    scaler: SkipAwareGradScaler | None
 
-    def _prepare(self, settings: AmpSettings) -> None:
-        self.settings = settings
+    def _prepare(self) -> None:
         self.tallies: list[StepTally] = []
         self.last_outcome: StepOutcome | None = None
         self.trainer: Any = None
@@ -74,7 +67,7 @@ class LifeCycle:
     def convert_module(self, module: Any) -> Any:
         """Learn the module and put `fp32_modules` in force, for every Trainer function."""
         self.module, self.trainer = module, module.trainer
-        self._resolve(self.trainer)
+        self.resolve(self.trainer)
         self._remove_scopes()
         try:
             self._scopes = Float32Scopes(
@@ -84,9 +77,6 @@ class LifeCycle:
             given = list(self.settings.fp32_modules)
             raise self.fail(f"`{self._name()}(fp32_modules={given!r})`: {error}") from None
         return super().convert_module(module)  # type: ignore[misc]
-
-    def _resolve(self, trainer: Any) -> None:
-        """Settle what could not be known before the run; a shell's business."""
 
     def connect(self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Begin a fit: windows, guards, listeners. Validate, test and predict change nothing."""
@@ -213,14 +203,6 @@ class LifeCycle:
 
     # ------------------------------------------------------------------ for the guards
 
-    def info(self, message: str) -> None:
-        """Print one line on rank 0."""
-        rank_zero_info(message)
-
-    def warn(self, message: str) -> None:
-        """Warn with `AmpGuardWarning` on rank 0."""
-        rank_zero_warn(message, category=AmpGuardWarning)
-
     def saved_gates(self) -> dict[str, Any]:
         """Return what the guards have to keep, by guard name."""
         if not self.active:
@@ -239,9 +221,6 @@ class LifeCycle:
     def parameter_names(self) -> dict[int, str]:
         """Return the module's parameter names by `id(parameter)`."""
         return {id(p): name for name, p in self.module.named_parameters()}
-
-    def _name(self) -> str:
-        return type(self).__name__
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle settings, scale and counts; what belongs to a run stays behind."""

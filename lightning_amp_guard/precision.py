@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_amp_guard import _upstream
 from lightning_amp_guard.guards import (
     AveragingGate,
     DtypeGuard,
@@ -21,9 +19,6 @@ from lightning_amp_guard.guards import (
     WindowGuard,
 )
 from lightning_amp_guard.plugin import AmpPlugin
-from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.scaler_choice import choose_scaler
-from lightning_amp_guard.settings import AmpSettings, ScaleSettings
 
 __all__ = ["SafeAMP"]
 
@@ -91,78 +86,9 @@ class SafeAMP(AmpPlugin, MixedPrecision):  # type: ignore[misc]  # the mixin tak
         DtypeGuard,
     )
 
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed", "auto"] = "16-mixed",
-        device: str | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        *,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        dynamic: bool = True,
-        hysteresis: int = 1,
-        min_scale: float | None = 1.0,
-        max_scale: float | None = 2.0**24,
-        backoff_on_nonfinite_loss: bool = False,
-        max_consecutive_skips: int | None = 32,
-        on_limit: Literal["raise"] = "raise",
-        error_if_nonfinite: bool = False,
-        bf16_guard: bool = True,
-        fp32_modules: Sequence[str] = (),
-        weight_cache: bool = False,
-        sync_found_inf: Literal["auto"] | bool = "auto",
-    ) -> None:
-        settings = AmpSettings(
-            precision,
-            backoff_on_nonfinite_loss,
-            max_consecutive_skips,
-            on_limit,
-            error_if_nonfinite,
-            bf16_guard,
-            fp32_modules,  # type: ignore[arg-type]
-            weight_cache,
-            sync_found_inf,
-        ).checked("SafeAMP", ("16-mixed", "bf16-mixed", "auto"))
-        scale = ScaleSettings(
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            dynamic,
-            hysteresis,
-            min_scale,
-            max_scale,
-        ).checked("SafeAMP")
-        self._device_given = _checked_device(device)
-        self._own_scaler = choose_scaler("SafeAMP", settings.precision, scale, scaler)
-        self._prepare(settings)
-        self.precision = settings.precision
-        self.device = self._device_given or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.scaler: SkipAwareGradScaler | None = None
-        if settings.precision == "16-mixed":
-            self.scaler = self._own_scaler
-
     def fail(self, message: str) -> Exception:
         """Return Lightning's `MisconfigurationException` with `message`."""
         return MisconfigurationException(message)
-
-    def _resolve(self, trainer: Any) -> None:
-        device = trainer.strategy.root_device.type
-        if self._device_given not in (None, device):
-            raise self.fail(
-                f"`SafeAMP(device={self._device_given!r})`: the Trainer runs on {device!r}. Expected"
-                " the same device type. Leave `device` out to follow the Trainer."
-            )
-        self.device = device
-        if self.settings.precision != "auto" or self.precision != "auto":
-            return
-        bf16, fp16 = trainer.strategy.broadcast(_upstream.native_low_precision(device))
-        self.precision = "bf16-mixed" if bf16 or not fp16 else "16-mixed"
-        self.scaler = self._own_scaler if self.precision == "16-mixed" else None
-        slow = "" if bf16 or fp16 else ", which is emulated here: 32-true is faster"
-        self.info(f'`SafeAMP(precision="auto")` chose {self.precision!r} on {device!r}{slow}.')
 
     def autocast_context_manager(self) -> torch.autocast:
         """Return the autocast context of a forward pass."""
@@ -185,11 +111,3 @@ class SafeAMP(AmpPlugin, MixedPrecision):  # type: ignore[misc]  # the mixin tak
             f"SafeAMP(precision={self.settings.precision!r}) [for `lightning.pytorch.Trainer(plugins="
             "[SafeAMP()])` without `precision=`]"
         )
-
-
-def _checked_device(device: object) -> str | None:
-    if device is None or isinstance(device, str):
-        return torch.device(device).type if device else None
-    raise TypeError(
-        f'`SafeAMP(device={device!r})`: expected a device type such as "cuda", or None.'
-    )

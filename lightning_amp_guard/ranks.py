@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,15 @@ class RankAgreement:
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in together.tolist()]
 
-    def reduce_(self, flags: Tensor) -> Tensor:
-        """Take the maximum of `flags` over the ranks in place and return it. Host sync: none."""
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return flags
+    def share(self, flags: Iterable[Tensor], present: bool) -> tuple[Tensor, Tensor]:
+        """Return, as flags on the device: a gradient is non-finite on any rank; any rank has one.
+
+        A rank without gradients takes part with 0, or the others would wait for it for ever. Host
+        sync: none; one all-reduce.
+        """
+        both = torch.zeros(2, device=self.device)
+        both[1] = float(present)
+        for flag in flags:
+            both[0].add_(flag.to(self.device))
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        return both[0], both[1]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_amp_guard.attempt import AttemptEngine
 from lightning_amp_guard.errors import ScalerStateError
+from lightning_amp_guard.lanes import Stage
 from lightning_amp_guard.state import damaged, is_count, is_dict, is_positive, read
-from lightning_amp_guard.windows import Stage
 
 __all__ = ["SavedWindow", "save_window"]
 

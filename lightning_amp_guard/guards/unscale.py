@@ -9,8 +9,8 @@ from typing import Literal
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import ScaledGradientError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.lanes import Cell, Lane
 from lightning_amp_guard.settings import choice
-from lightning_amp_guard.windows import Cell, Lane
 
 __all__ = ["UnscaleGuard"]
 

@@ -81,10 +81,6 @@ class FitMetrics:
         self.norm: float | None = None
         self._skips_logged = StepTally.total(before).skipped
 
-    def begin_batch(self) -> None:
-        """Forget the gradient norm of the batch before. Host sync: none."""
-        self.norm = None
-
     def see(self, outcome: StepOutcome) -> None:
         """Take an outcome into account. Host sync: none."""
         if outcome.grad_norm is not None:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments that every precision plugin of this package takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.errors import AmpGuardWarning
+from lightning_amp_guard.scaler import SkipAwareGradScaler
+from lightning_amp_guard.scaler_choice import choose_scaler
+from lightning_amp_guard.settings import AmpSettings, ScaleSettings
+
+__all__ = ["Configuration"]
+
+
+class Configuration:
+    """Checks the arguments, keeps them, and settles those that depend on the run; see `SafeAMP`."""
+
+    fail: Callable[[str], Exception]
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed", "auto"] = "16-mixed",
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        dynamic: bool = True,
+        hysteresis: int = 1,
+        min_scale: float | None = 1.0,
+        max_scale: float | None = 2.0**24,
+        backoff_on_nonfinite_loss: bool = False,
+        max_consecutive_skips: int | None = 32,
+        on_limit: Literal["raise"] = "raise",
+        error_if_nonfinite: bool = False,
+        bf16_guard: bool = True,
+        fp32_modules: Sequence[str] = (),
+        weight_cache: bool = False,
+        sync_found_inf: Literal["auto"] | bool = "auto",
+    ) -> None:
+        owner = self._name()
+        settings = AmpSettings(
+            precision,
+            backoff_on_nonfinite_loss,
+            max_consecutive_skips,
+            on_limit,
+            error_if_nonfinite,
+            bf16_guard,
+            fp32_modules,  # type: ignore[arg-type]
+            weight_cache,
+            sync_found_inf,
+        ).checked(owner, ("16-mixed", "bf16-mixed", "auto"))
+        scale = ScaleSettings(
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            dynamic,
+            hysteresis,
+            min_scale,
+            max_scale,
+        ).checked(owner)
+        self._device_given = _checked_device(owner, device)
+        self._own_scaler = choose_scaler(owner, settings.precision, scale, scaler)
+        self.settings = settings
+        self.precision: Any = settings.precision
+        self.device = self._device_given or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.scaler: SkipAwareGradScaler | None = None
+        if settings.precision == "16-mixed":
+            self.scaler = self._own_scaler
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make ready for the first run; the life cycle's business."""
+
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def info(self, message: str) -> None:
+        """Print one line on rank 0."""
+        rank_zero_info(message)
+
+    def warn(self, message: str) -> None:
+        """Warn with `AmpGuardWarning` on rank 0."""
+        rank_zero_warn(message, category=AmpGuardWarning)
+
+    def resolve(self, trainer: Any) -> None:
+        """Settle what depends on the run: the device, and what "auto" means on it.
+
+        Raises:
+            MisconfigurationException: `device` is another than the Trainer's.
+        """
+        device = trainer.strategy.root_device.type
+        if self._device_given not in (None, device):
+            raise self.fail(
+                f"`{self._name()}(device={self._device_given!r})`: the Trainer runs on {device!r}."
+                " Expected the same device type. Leave `device` out to follow the Trainer."
+            )
+        self.device = device
+        if self.settings.precision != "auto" or self.precision != "auto":
+            return
+        bf16, fp16 = trainer.strategy.broadcast(_upstream.native_low_precision(device))
+        self.precision = "bf16-mixed" if bf16 or not fp16 else "16-mixed"
+        self.scaler = self._own_scaler if self.precision == "16-mixed" else None
+        slow = "" if bf16 or fp16 else ", which is emulated here: 32-true is faster"
+        self.info(
+            f'`{self._name()}(precision="auto")` chose {self.precision!r} on {device!r}{slow}.'
+        )
+
+
+def _checked_device(owner: str, device: object) -> str | None:
+    if device is None or isinstance(device, str):
+        return torch.device(device).type if device else None
+    raise TypeError(
+        f'`{owner}(device={device!r})`: expected a device type such as "cuda", or None.'
+    )
