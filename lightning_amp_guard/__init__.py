@@ -9,6 +9,7 @@ from lightning_amp_guard.errors import (
     ScalerStateError,
     SkipLimitError,
 )
+from lightning_amp_guard.fsdp import SafeFSDP
 from lightning_amp_guard.guards import (
     AveragingGate,
     DtypeGuard,
@@ -28,6 +29,7 @@ __all__ = [
     "DtypeGuard",
     "NonFiniteGradientError",
     "SafeAMP",
+    "SafeFSDP",
     "ScaledGradientError",
     "ScalerCheckpoint",
     "ScalerStateError",

@@ -26,12 +26,14 @@ __all__ = [
     "any_nonfinite_and_multiply_",
     "as_plain",
     "batch_number",
+    "forget_unit_override",
     "grad_marks",
     "has_gradients",
     "inside_batch",
     "is_compiled",
     "is_fitting",
     "is_log_step",
+    "keep_unit_in_float32",
     "magnitudes",
     "map_tensors",
     "moved_since",
@@ -108,6 +110,19 @@ def whole(value: Tensor) -> Tensor:
     """
     full = getattr(value, "full_tensor", None)
     return value if full is None else cast("Tensor", full())
+
+
+def keep_unit_in_float32(module: Module) -> None:
+    """Keep FSDP from casting the module when its wrap policy makes a unit of it.
+
+    The same override that FSDP sets for batch norm.
+    """
+    cast("Any", module)._wrap_overrides = {"mixed_precision": None}
+
+
+def forget_unit_override(module: Module) -> None:
+    """Undo `keep_unit_in_float32`, once FSDP has wrapped."""
+    module.__dict__.pop("_wrap_overrides", None)
 
 
 def plain_ddp(strategy: Any, automatic: bool) -> bool:

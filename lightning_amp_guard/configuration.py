@@ -107,13 +107,26 @@ class Configuration:
         self.device = device
         if self.settings.precision != "auto" or self.precision != "auto":
             return
-        bf16, fp16 = trainer.strategy.broadcast(_upstream.native_low_precision(device))
+        native = trainer.strategy.broadcast(_upstream.native_low_precision(device))
+        self.settle_precision(*native)
+
+    def settle_precision(self, bf16: bool, fp16: bool) -> None:
+        """Choose what "auto" stands for, by what the device computes natively."""
         self.precision = "bf16-mixed" if bf16 or not fp16 else "16-mixed"
         self.scaler = self._own_scaler if self.precision == "16-mixed" else None
         slow = "" if bf16 or fp16 else ", which is emulated here: 32-true is faster"
         self.info(
-            f'`{self._name()}(precision="auto")` chose {self.precision!r} on {device!r}{slow}.'
+            f'`{self._name()}(precision="auto")` chose {self.precision!r} on {self.device!r}{slow}.'
         )
+
+    def autocast_dtype(self) -> torch.dtype:
+        """Return the dtype that autocast computes in."""
+        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Return the autocast context of a forward pass."""
+        dtype, cache = self.autocast_dtype(), self.settings.weight_cache
+        return torch.autocast(self.device, dtype=dtype, cache_enabled=cache)
 
 
 def _checked_device(owner: str, device: object) -> str | None:

@@ -91,6 +91,7 @@ class Float32Scopes:
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._handles: list[RemovableHandle] = []
+        self.chosen: dict[str, Module] = {}
         if not patterns:
             return
         modules = {name: m for name, m in module.named_modules() if name}
@@ -101,6 +102,7 @@ class Float32Scopes:
                 f" `model.named_modules()`, such as {', '.join(map(repr, list(modules)[:4]))}."
             )
         self._refuse_compiled(module, modules, chosen)
+        self.chosen = {name: modules[name] for name in sorted(chosen)}
         off = _AutocastOff(device)
         for name, part in modules.items():
             if name in chosen:

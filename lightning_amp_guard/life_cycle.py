@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -33,7 +32,6 @@ class LifeCycle(Configuration):
     """
 
     guard_types: ClassVar[tuple[type[GuardCore], ...]] = ()
-    autocast_context_manager: Callable[[], AbstractContextManager[Any]]
 
     def _prepare(self) -> None:
         self.tallies: list[StepTally] = []

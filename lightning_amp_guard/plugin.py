@@ -63,9 +63,12 @@ class AmpPlugin(LifeCycle):
         """Run the backward pass; under `detect_anomaly` judge it without the scale."""
         run = partial(super().backward, tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
         if self._probe.loss is not None:
-            self._probe.run(model, run)
+            self._run_backward(model, run)
         else:
             run()
+
+    def _run_backward(self, model: Any, run: Callable[[], Any]) -> None:
+        self._probe.run(model, run)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Note the gradients before any hook can touch them."""
@@ -135,11 +138,15 @@ class AmpPlugin(LifeCycle):
         self, optimizer: Any, clip_val: Any = 0.0, *args: Any, **kwargs: Any
     ) -> None:
         """Clip true gradients: unscales first where that has not been done."""
-        optimizer = _upstream.unwrap_optimizer(optimizer)
-        if clip_val <= 0 or not _upstream.has_gradients(optimizer):
-            return  # torch's clip by value fails where there is nothing to clip
-        self.unscale_(optimizer)
-        self._clip(optimizer, clip_val, *args, **kwargs)
+        if clip_val > 0:
+            optimizer = _upstream.unwrap_optimizer(optimizer)
+            self.unscale_(optimizer)
+            self._clip(optimizer, clip_val, *args, **kwargs)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: Any) -> None:
+        """Clip each element; torch's own function fails where there is no gradient at all."""
+        if _upstream.has_gradients(optimizer):
+            super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
 
     def _clip(self, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> None:
         """Clip as Lightning's base class does; a shell's business."""

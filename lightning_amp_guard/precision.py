@@ -90,11 +90,6 @@ class SafeAMP(AmpPlugin, MixedPrecision):  # type: ignore[misc]  # the mixin tak
         """Return Lightning's `MisconfigurationException` with `message`."""
         return MisconfigurationException(message)
 
-    def autocast_context_manager(self) -> torch.autocast:
-        """Return the autocast context of a forward pass."""
-        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.half
-        return torch.autocast(self.device, dtype=dtype, cache_enabled=self.settings.weight_cache)
-
     def _clip(self, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> None:
         # past MixedPrecision, which refuses fused optimizers: their gradients are unscaled by now
         super(MixedPrecision, self).clip_gradients(optimizer, clip_val, *args, **kwargs)

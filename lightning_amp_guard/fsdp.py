@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SafeFSDP: the precision plugin for FSDP1, Lightning's `FSDPStrategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import MixedPrecision as ShardPrecision
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.guards import (
+    AveragingGate,
+    DtypeGuard,
+    ScalerCheckpoint,
+    SchedulerGate,
+    UnscaleGuard,
+    WindowGuard,
+)
+from lightning_amp_guard.plugin import AmpPlugin
+
+__all__ = ["SafeFSDP"]
+
+
+class SafeFSDP(AmpPlugin, FSDPPrecision):  # type: ignore[misc]  # the mixin takes any model
+    """Trains under FSDP1 with the rules, arguments and guards of `SafeAMP`.
+
+    `Trainer(strategy=FSDPStrategy(...), plugins=[SafeFSDP()])`. Beyond `SafeAMP`: gradients are
+    reduced over ranks in float32 (stock reduces them in float16, where a sum overflows that no rank's
+    gradient does); clipping by norm goes through FSDP's own method, which knows the shards (stock
+    refuses it); autocast runs on the strategy's device (stock hard-codes "cuda"); and the scaler's
+    settings are taken (stock raises on any scaler). FSDP2 (`ModelParallelStrategy`) takes `SafeAMP`.
+
+    Args:
+        args: As for `SafeAMP`. `fp32_modules` may only choose modules that are FSDP units of their own.
+
+    Raises:
+        ValueError: An argument is out of range; the message names it.
+        TypeError: An argument has the wrong type; the message names it.
+        MisconfigurationException: At set-up, when the combination cannot work.
+
+    Host sync: as for `SafeAMP`; one all-reduce of two numbers per attempt.
+
+    Example:
+        >>> SafeFSDP(precision="bf16-mixed").precision
+        'bf16-mixed'
+    """
+
+    guard_types = (
+        UnscaleGuard,
+        WindowGuard,
+        SchedulerGate,
+        AveragingGate,
+        ScalerCheckpoint,
+        DtypeGuard,
+    )
+    _desired_input_dtype = torch.float32
+
+    def fail(self, message: str) -> Exception:
+        """Return Lightning's `MisconfigurationException` with `message`."""
+        return MisconfigurationException(message)
+
+    @property
+    def mixed_precision_config(self) -> ShardPrecision:
+        """What FSDP casts: parameters in forward, while gradients are reduced in float32."""
+        if self.precision == "auto":
+            self.settle_precision(*_upstream.native_low_precision(self.device))
+        half = self.autocast_dtype()
+        return ShardPrecision(param_dtype=half, reduce_dtype=torch.float32, buffer_dtype=half)
+
+    def convert_module(self, module: Any) -> Any:
+        """Learn the module, and keep FSDP from casting the units of `fp32_modules`."""
+        module = super().convert_module(module)
+        for part in self._scopes.chosen.values() if self._scopes else ():
+            _upstream.keep_unit_in_float32(part)
+        return module
+
+    def connect(self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Begin a fit; every module of `fp32_modules` has to be an FSDP unit by now.
+
+        Raises:
+            MisconfigurationException: One is not; the message names it.
+        """
+        units = {
+            id(unit.module)
+            for unit in model.modules()
+            if isinstance(unit, FullyShardedDataParallel)
+            and unit.mixed_precision.param_dtype in (None, torch.float32)
+        }
+        for name, part in self._scopes.chosen.items() if self._scopes else ():
+            _upstream.forget_unit_override(part)
+            if id(part) not in units:
+                raise self.fail(
+                    f"`{self._name()}(fp32_modules=...)`: the module {name!r} is not an FSDP unit of"
+                    " its own, so its parameters are cast together with its neighbours'. Expected a"
+                    " unit. Name its class in `FSDPStrategy(auto_wrap_policy={...})`."
+                )
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the autocast context of a forward pass, on the strategy's device."""
+        return self.autocast_context_manager()
+
+    def convert_input(self, data: Any) -> Any:
+        """Leave inputs in float32; FSDP and autocast cast what is safe."""
+        return super().convert_input(data)
+
+    def _run_backward(self, model: Any, run: Callable[[], Any]) -> None:
+        self._probe.run(model, run, sharded=True)
+
+    def _clip(self, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> None:
+        super(AmpPlugin, self).clip_gradients(optimizer, clip_val, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the total L2 norm over all shards. Host sync: none; one all-reduce.
+
+        Raises:
+            MisconfigurationException: There are several optimizers, or the model is no FSDP root.
+        """
+        root = self.trainer.strategy.model
+        if not isinstance(root, FullyShardedDataParallel) or len(self.trainer.optimizers) > 1:
+            raise self.fail(
+                f"`{self._name()}`: clipping by norm goes through FSDP's root module, which clips all"
+                " parameters together. Expected one optimizer, and a model wrapped as a whole by"
+                ' `FSDPStrategy`. Use `gradient_clip_algorithm="value"`, which needs no norm.'
+            )
+        norm = root.clip_grad_norm_(clip_val)
+        if self.active and self.engine is not None:
+            self.engine.lane(optimizer).norm = norm
+
+    def __repr__(self) -> str:
+        """Return the call that makes the plugin, and where it belongs."""
+        return (
+            f"SafeFSDP(precision={self.settings.precision!r}) [for `lightning.pytorch.Trainer("
+            "strategy=FSDPStrategy(...), plugins=[SafeFSDP()])` without `precision=`; everywhere else"
+            " use SafeAMP]"
+        )
