@@ -49,3 +49,36 @@ def test_quickstart_shows_stock_schedule_ahead_and_safe_amp_in_step(
     printed = capsys.readouterr().out
     assert re.search(r"^scheduler position +48 +\d+$", printed, re.MULTILINE)
     assert printed.count("uninterrupted ") == printed.count("resumed  ") == quickstart.SHOWN
+
+
+def test_gan_gradients_arrive_whole_under_safe_amp_and_mixed_under_stock(
+    capsys: pytest.CaptureFixture[str],
+):
+    gan = load_example("gan")
+    started = time.perf_counter()
+    safe, stock = gan.main(), gan.main(stock=True)
+    assert time.perf_counter() - started < 90
+
+    batches = gan.EPOCHS * gan.BATCHES
+    attempts = {"discriminator": batches, "generator": batches // gan.WINDOW}
+    for results in (safe, stock):
+        for name, attempted in attempts.items():
+            tally = results[name]["tally"]
+            assert tally.attempted == attempted == tally.applied + tally.skipped
+            # Counted inside of the optimizer: SafeAMP's tally is not its own witness.
+            assert tally.applied == len(results[name]["received"])
+        # Half a logit's gradient, over 16 samples, is beyond 65504 at 2**24, 2**23 and 2**22.
+        assert results["discriminator"]["tally"].skipped >= 3
+        # One that tells nothing apart has the loss 2 ln 2.
+        assert results["discriminator"]["loss"] < 1.386
+    for name in attempts:
+        assert set(safe[name]["received"]) == {1.0}
+        assert safe[name]["schedule"] == safe[name]["tally"].applied
+        assert stock[name]["schedule"] == stock[name]["tally"].attempted
+    # Windows of one batch hold one scale anyway; those of four are mixed by growth and by backoff.
+    assert set(stock["discriminator"]["received"]) == {1.0}
+    assert min(stock["generator"]["received"]) < 1.0 < max(stock["generator"]["received"])
+
+    printed = capsys.readouterr().out
+    assert re.search(r"^generator +56 .* 1 to 1 +0$", printed, re.MULTILINE)
+    assert re.search(r"^final scale [\d,]+$", printed, re.MULTILINE)

@@ -20,8 +20,11 @@ class WindowGuardCore(GuardCore):
         host.running().movement.keeper = self
 
     def must_wait(self, windows: GradientWindows) -> bool:
-        """Return whether an optimizer holds gradients that no step has consumed."""
-        return bool(windows.held())
+        """Return whether an optimizer holds gradients that no step has consumed.
+
+        What a step left behind and another's backward pass rescaled is no window of anybody's.
+        """
+        return any([cell.micro_batches > 0 for cell in windows.held()])
 
     def may_grow(self, windows: GradientWindows, factor: float) -> bool:
         """Return whether held gradients stay finite when multiplied by `factor`."""

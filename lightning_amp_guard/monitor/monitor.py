@@ -207,4 +207,4 @@ def _rest(trainer: Any) -> None:
     results = trainer._results  # noqa: SLF001
     for key in KEYS:
         if (metric := results.get(f"on_train_batch_end.{key}")) is not None:
-            metric.has_reset = True
+            pass
