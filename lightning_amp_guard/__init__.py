@@ -18,6 +18,7 @@ from lightning_amp_guard.guards import (
     UnscaleGuard,
     WindowGuard,
 )
+from lightning_amp_guard.monitor import AmpMonitor
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.precision import SafeAMP
 from lightning_amp_guard.scaler import SkipAwareGradScaler
@@ -25,6 +26,7 @@ from lightning_amp_guard.scaler import SkipAwareGradScaler
 __all__ = [
     "AmpGuardError",
     "AmpGuardWarning",
+    "AmpMonitor",
     "AveragingGate",
     "DtypeGuard",
     "NonFiniteGradientError",

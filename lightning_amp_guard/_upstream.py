@@ -26,8 +26,10 @@ __all__ = [
     "any_nonfinite_and_multiply_",
     "as_plain",
     "batch_number",
+    "comm_hook_names",
     "forget_unit_override",
     "grad_marks",
+    "has_float16_autocast",
     "has_gradients",
     "inside_batch",
     "is_compiled",
@@ -41,6 +43,8 @@ __all__ = [
     "native_low_precision",
     "needs_closure",
     "plain_ddp",
+    "reduced_by_ddp",
+    "rest_logged",
     "sparse_values",
     "tensors_in",
     "unwrap_optimizer",
@@ -141,6 +145,23 @@ def plain_ddp(strategy: Any, automatic: bool) -> bool:
     )
 
 
+def comm_hook_names(strategy: Any) -> list[str]:
+    """Return the names of the communication hooks that are registered with DDP."""
+    hooks = getattr(getattr(strategy, "model", None), "_comm_hooks", [])
+    return [getattr(hook, "__qualname__", repr(hook)) for hook, _ in hooks]
+
+
+def reduced_by_ddp(strategy: Any) -> list[Tensor]:
+    """Return the parameters whose gradients DDP reduces, if asked right after it has wrapped.
+
+    Neither those that it was told to ignore nor those that were frozen then; empty without DDP.
+    """
+    ddp = getattr(strategy, "model", None)
+    if not isinstance(ddp, DistributedDataParallel):
+        return []
+    return [p for p in ddp._module_parameters if p.requires_grad]
+
+
 def _memory_of(grad: Tensor) -> Tensor:
     if hasattr(grad, "_local_tensor"):
         grad = cast("Any", grad).to_local()
@@ -197,8 +218,24 @@ def inside_batch(trainer: Any) -> bool:
 
 
 def is_log_step(trainer: Any) -> bool:
-    """Return whether Lightning's loggers take this batch's metrics."""
-    return bool(trainer._logger_connector.should_update_logs)
+    """Return whether the training window that this batch belongs to is logged.
+
+    True in each of its micro-batches; loggers take the values of the last one.
+    """
+    every, loop = trainer.log_every_n_steps, trainer.fit_loop.epoch_loop
+    due = every and ((loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
+    return bool(due or trainer.fast_dev_run)
+
+
+def rest_logged(trainer: Any, hook: str, keys: Iterable[str]) -> None:
+    """Take logged values out of what Lightning goes through, and reads, after every batch.
+
+    Loggers, progress bar and `callback_metrics` keep what they were given; without this each key
+    costs a tensor operation and a read per batch until it is logged again.
+    """
+    for key in keys:
+        if (metric := trainer._results.get(f"{hook}.{key}")) is not None:
+            metric.has_reset = True
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -217,6 +254,16 @@ def is_compiled(module: Module) -> bool:
         or getattr(module, "_compiled_call_impl", None) is not None
         or getattr(module, "_compiler_ctx", None) is not None
     )
+
+
+def has_float16_autocast(device: str) -> bool:
+    """Return whether torch's autocast computes in float16 on this device type."""
+    if not torch.amp.is_autocast_available(device):
+        return False
+    if device != torch._C._get_privateuse1_backend_name():
+        return True
+    backend = getattr(torch, device, None)  # a plug-in backend says itself what it supports
+    return torch.float16 in getattr(backend, "get_amp_supported_dtype", list)()
 
 
 def native_low_precision(device: str) -> tuple[bool, bool]:

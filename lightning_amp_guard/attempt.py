@@ -157,8 +157,11 @@ class AttemptEngine:
         """
         if self.block is not None:
             self.block.admit(lane)
+        else:
+            lane.shared = False
         if not self._check(lane):
             look()
+            lane.norm = None
             return None
         if any([wants() for wants in self.wants_norm]):
             lane.norm = torch.nn.utils.get_total_norm(lane.gradients())
@@ -179,6 +182,8 @@ class AttemptEngine:
             if not lane.flags:  # assigned after an explicit unscale, which found none
                 lane.stage = Stage.STEPPED
                 self.windows.unscale_(lane)
+        elif not lane.shared:
+            self.windows.clear(lane)
         if self.ranks is not None and self.ranks.on_every_attempt():
             return self._share(lane, self.ranks, present)
         return present
@@ -216,7 +221,7 @@ class AttemptEngine:
         self, lane: Lane, reason: SkipReason | None, norm: float | None, earlier: bool
     ) -> StepOutcome:
         scale, micro_batches = self.scaler.get_scale(), lane.micro_batches
-        lane.stage, lane.norm = Stage.STEPPED, None
+        lane.stage, lane.norm, lane.shared = Stage.STEPPED, None, False
         for cell in lane.cells:
             cell.consumed = True
             if self.manual:
@@ -263,6 +268,7 @@ class AttemptEngine:
         lanes = list(dict.fromkeys(lanes))
         if self.checking:
             for lane in lanes:
+                lane.shared = False
                 self._check(lane)
         self.block = AllOrNone(lanes)
         try:

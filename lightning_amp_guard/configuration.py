@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -21,7 +21,7 @@ __all__ = ["Configuration"]
 class Configuration:
     """Checks the arguments, keeps them, and settles those that depend on the run; see `SafeAMP`."""
 
-    fail: Callable[[str], Exception]
+    misconfiguration: ClassVar[type[Exception]]
 
     def __init__(
         self,
@@ -84,6 +84,10 @@ class Configuration:
     def _name(self) -> str:
         return type(self).__name__
 
+    def fail(self, message: str) -> Exception:
+        """Return Lightning's `MisconfigurationException` with `message`."""
+        return self.misconfiguration(message)
+
     def info(self, message: str) -> None:
         """Print one line on rank 0."""
         rank_zero_info(message)
@@ -96,8 +100,16 @@ class Configuration:
         """Settle what depends on the run: the device, and what "auto" means on it.
 
         Raises:
-            MisconfigurationException: `device` is another than the Trainer's.
+            MisconfigurationException: `device` is another than the Trainer's, the device has no
+                float16 autocast, or the strategy brings an engine of its own.
         """
+        if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(trainer.strategy).__mro__):
+            raise self.fail(
+                f"`{self._name()}`: DeepSpeed scales losses and skips steps in its own engine, which"
+                " this plugin would bypass. Expected a strategy that leaves this to the precision"
+                ' plugin, such as "ddp", or `ModelParallelStrategy` (FSDP2) for sharded models. With'
+                ' `DeepSpeedStrategy` drop the plugin and write `Trainer(precision="16-mixed")`.'
+            )
         device = trainer.strategy.root_device.type
         if self._device_given not in (None, device):
             raise self.fail(
@@ -105,10 +117,15 @@ class Configuration:
                 " Expected the same device type. Leave `device` out to follow the Trainer."
             )
         self.device = device
-        if self.settings.precision != "auto" or self.precision != "auto":
-            return
-        native = trainer.strategy.broadcast(_upstream.native_low_precision(device))
-        self.settle_precision(*native)
+        if self.precision == "auto":
+            native = trainer.strategy.broadcast(_upstream.native_low_precision(device))
+            self.settle_precision(*native)
+        if self.precision == "16-mixed" and not _upstream.has_float16_autocast(device):
+            raise self.fail(
+                f"`{self._name()}(precision={self.settings.precision!r})`: torch has no float16"
+                f" autocast on {device!r}. Expected a device type that has it, such as"
+                f' "cuda" or "cpu". Write `{self._name()}(precision="bf16-mixed")`.'
+            )
 
     def settle_precision(self, bf16: bool, fp16: bool) -> None:
         """Choose what "auto" stands for, by what the device computes natively."""

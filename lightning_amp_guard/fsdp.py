@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,46 +26,15 @@ from lightning_amp_guard.guards import (
 )
 from lightning_amp_guard.plugin import AmpPlugin
 
-__all__ = ["SafeFSDP"]
+__all__ = ["SafeFSDP", "SafeFSDPCore"]
 
 
-class SafeFSDP(AmpPlugin, FSDPPrecision):  # type: ignore[misc]  # the mixin takes any model
-    """Trains under FSDP1 with the rules, arguments and guards of `SafeAMP`.
+class SafeFSDPCore(AmpPlugin):
+    """`SafeFSDP` without its Lightning base class; see there."""
 
-    `Trainer(strategy=FSDPStrategy(...), plugins=[SafeFSDP()])`. Beyond `SafeAMP`: gradients are
-    reduced over ranks in float32 (stock reduces them in float16, where a sum overflows that no rank's
-    gradient does); clipping by norm goes through FSDP's own method, which knows the shards (stock
-    refuses it); autocast runs on the strategy's device (stock hard-codes "cuda"); and the scaler's
-    settings are taken (stock raises on any scaler). FSDP2 (`ModelParallelStrategy`) takes `SafeAMP`.
-
-    Args:
-        args: As for `SafeAMP`. `fp32_modules` may only choose modules that are FSDP units of their own.
-
-    Raises:
-        ValueError: An argument is out of range; the message names it.
-        TypeError: An argument has the wrong type; the message names it.
-        MisconfigurationException: At set-up, when the combination cannot work.
-
-    Host sync: as for `SafeAMP`; one all-reduce of two numbers per attempt.
-
-    Example:
-        >>> SafeFSDP(precision="bf16-mixed").precision
-        'bf16-mixed'
-    """
-
-    guard_types = (
-        UnscaleGuard,
-        WindowGuard,
-        SchedulerGate,
-        AveragingGate,
-        ScalerCheckpoint,
-        DtypeGuard,
-    )
+    namespace: ClassVar[str] = "lightning_amp_guard"
+    trainer_name: ClassVar[str] = "lightning.pytorch.Trainer"
     _desired_input_dtype = torch.float32
-
-    def fail(self, message: str) -> Exception:
-        """Return Lightning's `MisconfigurationException` with `message`."""
-        return MisconfigurationException(message)
 
     @property
     def mixed_precision_config(self) -> ShardPrecision:
@@ -115,9 +84,6 @@ class SafeFSDP(AmpPlugin, FSDPPrecision):  # type: ignore[misc]  # the mixin tak
     def _run_backward(self, model: Any, run: Callable[[], Any]) -> None:
         self._probe.run(model, run, sharded=True)
 
-    def _clip(self, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> None:
-        super(AmpPlugin, self).clip_gradients(optimizer, clip_val, *args, **kwargs)
-
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the total L2 norm over all shards. Host sync: none; one all-reduce.
 
@@ -132,13 +98,48 @@ class SafeFSDP(AmpPlugin, FSDPPrecision):  # type: ignore[misc]  # the mixin tak
                 ' `FSDPStrategy`. Use `gradient_clip_algorithm="value"`, which needs no norm.'
             )
         norm = root.clip_grad_norm_(clip_val)
-        if self.active and self.engine is not None:
-            self.engine.lane(optimizer).norm = norm
+        self._keep_norm(optimizer, norm)
 
     def __repr__(self) -> str:
         """Return the call that makes the plugin, and where it belongs."""
         return (
-            f"SafeFSDP(precision={self.settings.precision!r}) [for `lightning.pytorch.Trainer("
-            "strategy=FSDPStrategy(...), plugins=[SafeFSDP()])` without `precision=`; everywhere else"
-            " use SafeAMP]"
+            f"SafeFSDP(precision={self.settings.precision!r}) [`from {self.namespace} import"
+            f" SafeFSDP`, for `{self.trainer_name}(strategy=FSDPStrategy(...), plugins=[SafeFSDP()])`"
+            " without `precision=`; everywhere else take `SafeAMP`]"
         )
+
+
+class SafeFSDP(SafeFSDPCore, FSDPPrecision):  # type: ignore[misc]  # the mixin takes any model
+    """Trains under FSDP1 with the rules, arguments and guards of `SafeAMP`.
+
+    `Trainer(strategy=FSDPStrategy(...), plugins=[SafeFSDP()])`. Beyond `SafeAMP`: gradients are
+    reduced over ranks in float32 (stock reduces them in float16, where a sum overflows that no rank's
+    gradient does); clipping by norm goes through FSDP's own method, which knows the shards (stock
+    refuses it); autocast runs on the strategy's device (stock hard-codes "cuda"); and the scaler's
+    settings are taken (stock raises on any scaler). FSDP2 (`ModelParallelStrategy`) takes `SafeAMP`.
+
+    Args:
+        args: As for `SafeAMP`. `fp32_modules` may only choose modules that are FSDP units of their own.
+
+    Raises:
+        ValueError: An argument is out of range; the message names it.
+        TypeError: An argument has the wrong type; the message names it.
+        MisconfigurationException: At set-up, when the combination cannot work.
+
+    Host sync: as for `SafeAMP`; one all-reduce of two numbers per attempt.
+
+    Example:
+        >>> SafeFSDP(precision="bf16-mixed").precision
+        'bf16-mixed'
+    """
+
+    guard_types = (
+        UnscaleGuard,
+        WindowGuard,
+        SchedulerGate,
+        AveragingGate,
+        ScalerCheckpoint,
+        DtypeGuard,
+    )
+    misconfiguration = MisconfigurationException
+    lightning_base = FSDPPrecision

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 from torch.nn import Module
@@ -18,7 +17,7 @@ from lightning_amp_guard.fp32_scope import Float32Scopes
 from lightning_amp_guard.guards._base import GuardCore
 from lightning_amp_guard.guards.checkpoint import ScalerCheckpointCore
 from lightning_amp_guard.outcome import StepOutcome, StepTally
-from lightning_amp_guard.ranks import RankAgreement
+from lightning_amp_guard.ranks import DdpSpread, RankAgreement
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 
 __all__ = ["LifeCycle"]
@@ -103,7 +102,7 @@ class LifeCycle(Configuration):
             manual=not self.module.automatic_optimization,
         )
         self.engine.optimizers_now = lambda: list(self.trainer.optimizers)
-        self.engine.ranks = self.engine.movement.ranks = self._agreement()
+        self._agree_over_ranks(self.engine)
         if self.scaler is not None:
             self.scaler.watcher = self.engine
         self.active = True
@@ -114,14 +113,18 @@ class LifeCycle(Configuration):
         self._see_batch = [g.see_batch for g in self.guards if _overrides(g, "see_batch")]
         self._heard = (None, 0)
 
-    def _agreement(self) -> RankAgreement | None:
+    def _agree_over_ranks(self, engine: AttemptEngine) -> None:
         strategy, sync = self.trainer.strategy, self.settings.sync_found_inf
         if self.trainer.world_size == 1 or sync is False:
-            return None
-        spreads = partial(_upstream.plain_ddp, strategy, self.module.automatic_optimization)
-        return RankAgreement(
-            strategy.root_device, on_every_attempt=lambda: sync is True or not spreads()
+            return
+        spread = DdpSpread(
+            strategy, not engine.manual, lambda: [lane.optimizer for lane in engine.windows.lanes]
         )
+        engine.ranks = RankAgreement(
+            strategy.root_device, on_every_attempt=lambda: sync is True or not spread()
+        )
+        if engine.manual:  # otherwise no gradient is held when the scale may grow
+            engine.movement.ranks = engine.ranks
 
     def _pick_guards(self) -> ScalerCheckpointCore:
         chosen = []

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -25,6 +25,9 @@ class AmpPlugin(LifeCycle):
     A shell class derives from this and from Lightning's plugin, in this order, names its guards and
     says how set-ups are refused.
     """
+
+    lightning_base: ClassVar[Any]
+    main_params: Callable[[Any], Any]
 
     # ------------------------------------------------------------------ backward
 
@@ -149,8 +152,13 @@ class AmpPlugin(LifeCycle):
             super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
 
     def _clip(self, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> None:
-        """Clip as Lightning's base class does; a shell's business."""
-        raise NotImplementedError
+        # past MixedPrecision, which refuses fused optimizers: their gradients are unscaled by now
+        clip = super(self.lightning_base, self).clip_gradients  # type: ignore[misc]
+        clip(optimizer, clip_val, *args, **kwargs)
+
+    def _keep_norm(self, optimizer: Any, norm: Tensor) -> None:
+        if self.active and self.engine is not None:
+            self.engine.lane(optimizer).norm = norm
 
     def _conclude(self, outcome: StepOutcome) -> None:
         self.last_outcome = outcome

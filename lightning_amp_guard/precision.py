@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,10 +20,38 @@ from lightning_amp_guard.guards import (
 )
 from lightning_amp_guard.plugin import AmpPlugin
 
-__all__ = ["SafeAMP"]
+__all__ = ["SafeAMP", "SafeAMPCore"]
 
 
-class SafeAMP(AmpPlugin, MixedPrecision):  # type: ignore[misc]  # the mixin takes any model
+class SafeAMPCore(AmpPlugin):
+    """`SafeAMP` without its Lightning base class; see there."""
+
+    namespace: ClassVar[str] = "lightning_amp_guard"
+    trainer_name: ClassVar[str] = "lightning.pytorch.Trainer"
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the total L2 norm and keep the norm for the outcome. Host sync: none."""
+        norm = torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+        self._keep_norm(optimizer, norm)
+
+    def __repr__(self) -> str:
+        """Return the call that makes the plugin, and where it belongs."""
+        return (
+            f"SafeAMP(precision={self.settings.precision!r}) [`from {self.namespace} import SafeAMP`,"
+            f" for `{self.trainer_name}(plugins=[SafeAMP()])` without `precision=`; for FSDPStrategy"
+            f" take `SafeFSDP`, for the other Lightning namespace `from {self._other()} import"
+            " SafeAMP`]"
+        )
+
+    def _other(self) -> str:
+        return (
+            "lightning_amp_guard.pytorch_lightning"
+            if self.namespace == "lightning_amp_guard"
+            else "lightning_amp_guard"
+        )
+
+
+class SafeAMP(SafeAMPCore, MixedPrecision):  # type: ignore[misc]  # the mixin takes any model
     """Trains in FP16 or BF16 autocast so that no AMP fault passes in silence.
 
     `Trainer(plugins=[SafeAMP()])` in place of `Trainer(precision="16-mixed")`. Gradients are
@@ -86,23 +114,5 @@ class SafeAMP(AmpPlugin, MixedPrecision):  # type: ignore[misc]  # the mixin tak
         DtypeGuard,
     )
 
-    def fail(self, message: str) -> Exception:
-        """Return Lightning's `MisconfigurationException` with `message`."""
-        return MisconfigurationException(message)
-
-    def _clip(self, optimizer: Any, clip_val: Any, *args: Any, **kwargs: Any) -> None:
-        # past MixedPrecision, which refuses fused optimizers: their gradients are unscaled by now
-        super(MixedPrecision, self).clip_gradients(optimizer, clip_val, *args, **kwargs)
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the total L2 norm and keep the norm for the outcome. Host sync: none."""
-        norm = torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
-        if self.active and self.engine is not None:
-            self.engine.lane(optimizer).norm = norm
-
-    def __repr__(self) -> str:
-        """Return the call that makes the plugin, and where it belongs."""
-        return (
-            f"SafeAMP(precision={self.settings.precision!r}) [for `lightning.pytorch.Trainer(plugins="
-            "[SafeAMP()])` without `precision=`]"
-        )
+    misconfiguration = MisconfigurationException
+    lightning_base = MixedPrecision

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["RankAgreement"]
+from lightning_amp_guard import _upstream
+
+__all__ = ["DdpSpread", "RankAgreement"]
 
 
 class RankAgreement:
@@ -47,3 +51,36 @@ class RankAgreement:
             both[0].add_(flag.to(self.device))
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         return both[0], both[1]
+
+
+class DdpSpread:
+    """Knows whether an inf reaches every rank with the gradients, so that no flag need be reduced.
+
+    So it does under DDP's own all-reduce in automatic optimization, for parameters that DDP reduces:
+    not for those that were frozen when it wrapped the model and are trained now.
+
+    Args:
+        strategy: Lightning's strategy; the model is wrapped by now.
+        automatic: Whether every step follows a synchronised backward pass.
+        optimizers: Returns the optimizers of now, whose parameters count.
+    """
+
+    def __init__(
+        self, strategy: Any, automatic: bool, optimizers: Callable[[], Iterable[Optimizer]]
+    ) -> None:
+        self._strategy, self._automatic = strategy, automatic
+        self._optimizers = optimizers
+        self._reduced = {id(p) for p in _upstream.reduced_by_ddp(strategy)}
+        self._sizes: list[int] = []
+        self._others: list[Tensor] = []
+
+    def __call__(self) -> bool:
+        """Return whether it does at this attempt: hooks and parameters may come late."""
+        if not _upstream.plain_ddp(self._strategy, self._automatic):
+            return False
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._others = [p for p in _upstream.all_params(groups) if id(p) not in self._reduced]
+        return not any([p.requires_grad for p in self._others])

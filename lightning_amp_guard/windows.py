@@ -111,7 +111,7 @@ class GradientWindows:
                 self._rescale_leftovers(cell)
             cell.scaled = True
         for lane in self.lanes:
-            lane.stage, lane.norm, lane.shared = Stage.OPEN, None, False
+            lane.stage, lane.norm = Stage.OPEN, None
         self.pending = loss
 
     def _rescale_leftovers(self, cell: Cell) -> None:
@@ -137,7 +137,7 @@ class GradientWindows:
 
     def unscale_(self, lane: Lane) -> None:
         """Divide the lane's gradients by the scale and check them. Host sync: none."""
-        lane.flags, lane.shared = {}, False
+        lane.flags = {}
         again = lane.stage is Stage.STEPPED
         for cell in lane.cells:
             if again:
@@ -149,6 +149,15 @@ class GradientWindows:
             cell.scaled = False
         lane.stage, lane.overflows_before = Stage.UNSCALED, self.overflows
         self.scaler.note_unscaled(lane.optimizer, lane.flags)
+
+    def clear(self, lane: Lane) -> None:
+        """Forget the last window of a lane that arrives at its step without gradients.
+
+        It may still be judged with others: other ranks, or the partners of a block.
+        """
+        for cell in lane.cells:
+            cell.restart()
+        lane.flags, lane.overflows_before = {}, self.overflows
 
     # ------------------------------------------------------------------ the scale moves
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
@@ -15,7 +15,7 @@ from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.settings import flag
 
-__all__ = ["Guard", "GuardCore", "Host", "InstancePatch"]
+__all__ = ["Guard", "GuardCore", "GuardSetup", "Host", "InstancePatch"]
 
 
 class Host(Protocol):
@@ -90,29 +90,43 @@ class GuardCore:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings; what belongs to a running fit stays behind."""
-        return {**self.__dict__, "host": None}
+        # Lightning gives every callback `log` and `log_dict`, which are the module's
+        own = {k: v for k, v in self.__dict__.items() if k not in ("log", "log_dict")}
+        return {**own, "host": None}
 
 
-class Guard(GuardCore, Callback):
-    """A guard as a Lightning callback, so that it can be configured where callbacks are.
+class GuardSetup:
+    """The one Lightning hook that a guard has: it refuses a Trainer that would never drive it."""
 
-    The plugin drives it, passed or supplied, by the same path. Of Lightning's hooks it has `setup`
-    alone, to refuse a Trainer whose plugin would never call it.
-    """
+    misconfiguration: ClassVar[type[Exception]] = MisconfigurationException
+    namespace: ClassVar[str] = "lightning_amp_guard"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse to run without a plugin that drives guards.
 
         Raises:
-            MisconfigurationException: The Trainer's precision plugin is not of this package.
+            MisconfigurationException: The Trainer's precision plugin is not of this package, or of
+                the other Lightning namespace.
         """
-        if not hasattr(trainer.precision_plugin, "guards"):
-            name = type(self).__name__
-            raise MisconfigurationException(
-                f"`{name}()` was passed to `Trainer(callbacks=...)`, but the precision plugin is"
-                f" `{type(trainer.precision_plugin).__name__}`, which drives no guards."
-                " Write `Trainer(plugins=[SafeAMP()])` and drop `precision=`."
-            )
+        plugin = trainer.precision_plugin
+        kinds = getattr(plugin, "guard_types", None)
+        if kinds is not None and isinstance(self, kinds):
+            return
+        seen = f"`{type(plugin).__module__}.{type(plugin).__name__}`"
+        raise self.misconfiguration(
+            f"`{type(self).__name__}()` was passed to `Trainer(callbacks=...)`, but the precision"
+            f" plugin is {seen}, which does not drive it. Expected the plugin and the guards from one"
+            f" place. Write `from {self.namespace} import SafeAMP`, `Trainer(plugins=[SafeAMP()])`,"
+            " and drop `precision=`."
+        )
+
+
+class Guard(GuardCore, GuardSetup, Callback):
+    """A guard as a Lightning callback, so that it can be configured where callbacks are.
+
+    The plugin drives it, passed or supplied, by the same path. Of Lightning's hooks it has `setup`
+    alone, to refuse a Trainer whose plugin would never call it.
+    """
 
 
 class InstancePatch:

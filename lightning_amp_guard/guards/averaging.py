@@ -92,6 +92,13 @@ class AveragingGateCore(GuardCore):
         return {**super().__getstate__(), "_patches": []}
 
 
+def averaging_callbacks(namespace: Any) -> tuple[tuple[type, ...], tuple[type, ...]]:
+    """Return the averaging callbacks, and the SWA ones, that a `callbacks` namespace has."""
+    names = ("WeightAveraging", "EMAWeightAveraging")
+    found = tuple(getattr(namespace, name) for name in names if hasattr(namespace, name))
+    return found, (namespace.StochasticWeightAveraging,)
+
+
 class AveragingGate(AveragingGateCore, Guard):
     """Keeps skipped steps out of weight averages.
 
@@ -109,9 +116,4 @@ class AveragingGate(AveragingGateCore, Guard):
     Host sync: none; one per SWA sample.
     """
 
-    averaging = tuple(
-        getattr(lightning_callbacks, name)
-        for name in ("WeightAveraging", "EMAWeightAveraging")
-        if hasattr(lightning_callbacks, name)
-    )
-    swa = (lightning_callbacks.StochasticWeightAveraging,)
+    averaging, swa = averaging_callbacks(lightning_callbacks)

@@ -15,6 +15,14 @@ from lightning_amp_guard.outcome import StepOutcome
 __all__ = ["DtypeGuard"]
 
 _HALF = (torch.float16, torch.bfloat16)
+_COMPRESSED = {  # by a part of the hook's name in `torch.distributed.algorithms.ddp_comm_hooks`
+    "fp16_compress": (
+        "as float16, multiplied by the scale where there is one: above 65504 they become inf, which"
+        " no rank's own gradient was, so updates are skipped and the scale backs off further than"
+        " the model needs."
+    ),
+    "bf16_compress": "as bfloat16, which rounds them to 8 bits before they are added up.",
+}
 
 
 class DtypeGuardCore(GuardCore):
@@ -44,7 +52,8 @@ class DtypeGuardCore(GuardCore):
         )
 
     def see_batch(self, batch: Any) -> None:
-        """Warn of a float16 input batch."""
+        """Warn of a float16 input batch, and of gradients that ranks exchange in half precision."""
+        self._see_compression()
         found = _upstream.tensors_in(batch)
         if self.host is not None and any(t.dtype is torch.float16 for t in found):
             self.host.warn(
@@ -53,6 +62,19 @@ class DtypeGuardCore(GuardCore):
                 " autocast keeps in float32 start from rounded inputs. Most likely the dataset"
                 " stores halves. Convert them with `.float()`, autocast casts what is safe."
             )
+
+    def _see_compression(self) -> None:
+        if self.host is None:
+            return
+        for name in _upstream.comm_hook_names(self.host.trainer.strategy):
+            told = next((_COMPRESSED[key] for key in _COMPRESSED if key in name), None)
+            if told is not None:
+                self.host.warn(
+                    f"`DtypeGuard`: the communication hook `{name}` exchanges gradients between ranks"
+                    f" {told} Expected float32. Most likely it was registered to save bandwidth. Remove"
+                    " it (`ddp_comm_hook=` of `DDPStrategy`, or `register_comm_hook`)."
+                )
+                return
 
     def after_outcome(self, outcome: StepOutcome) -> None:
         """Warn of half precision optimizer state, at an optimizer's first applied update."""
@@ -80,11 +102,12 @@ def _trained_in_half(param: Tensor) -> bool:
 
 
 class DtypeGuard(DtypeGuardCore, Guard):
-    """Refuses trainable half precision parameters, and warns of half precision state and input.
+    """Refuses trainable half precision parameters, and warns of other halves.
 
     Mixed precision keeps float32 master weights: in float16 an update below 2^-11 of the weight
     is rounded away (section 3.1 of arXiv 1710.03740), and torch refuses to unscale float16 gradients
-    in the middle of the first step. Frozen half precision parameters are fine.
+    in the middle of the first step. Frozen half precision parameters are fine. DDP's compression
+    hooks get one warning too: in float16 they make overflows of their own.
 
     Args:
         enabled: `False` checks nothing.

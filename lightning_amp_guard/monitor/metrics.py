@@ -140,8 +140,9 @@ class SkipWatch:
         self.patience = patience
         self.expected = expected_share(settings)
         # overflows that hysteresis bears move no scale, yet are as ordinary as those that do
-        self._in_a_row = (patience or 0) + (settings.hysteresis - 1 if settings else 0)
-        self._in_share = math.ceil(_SHARE_OVER * max(_SHARE_ALLOWED, 2 * self.expected))
+        borne = settings.hysteresis - 1 if settings else 0
+        self._in_a_row = (patience or 0) + borne
+        self._in_share = math.ceil(_SHARE_OVER * max(_SHARE_ALLOWED, 2 * self.expected)) + borne
         self._lanes: dict[int, _Skips] = {}
         self._spoken = patience is None
 
