@@ -47,6 +47,7 @@ __all__ = [
     "rest_logged",
     "sparse_values",
     "tensors_in",
+    "total_norm",
     "unwrap_optimizer",
     "whole",
 ]
@@ -114,6 +115,19 @@ def whole(value: Tensor) -> Tensor:
     """
     full = getattr(value, "full_tensor", None)
     return value if full is None else cast("Tensor", full())
+
+
+def total_norm(grads: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm over `grads`, plain and sharded ones together, as a plain tensor.
+
+    Torch's own function takes one kind at a time, and one device mesh. Host sync: none; a collective
+    for each mesh.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+    norms = [whole(torch.nn.utils.get_total_norm(alike)) for alike in kinds.values()]
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def keep_unit_in_float32(module: Module) -> None:

@@ -76,10 +76,14 @@ def _what(outcome: StepOutcome) -> str:
 
 
 def _remedy(outcome: StepOutcome, owner: str, culprit: str | None) -> str:
-    if culprit is not None:
-        return f'Run the module at fault in float32: `{owner}(fp32_modules=["{culprit}"])`'
-    sentence = outcome.reason.sentence if outcome.reason else ""
-    return f'{sentence} The line to write: `{owner}(fp32_modules=["name.of.module"])`'
+    if outcome.reason is SkipReason.PARTNER_SKIPPED:
+        return "Look at the outcomes of the optimizers it is held together with."
+    first = {
+        SkipReason.NONFINITE_LOSS: "Look for inf or NaN in the batch, or run",
+        SkipReason.NONFINITE_GRADIENTS: 'Use `precision="bf16-mixed"`, or run',
+    }[outcome.reason or SkipReason.NONFINITE_GRADIENTS]
+    module = culprit or "name.of.module"
+    return f'{first} the module at fault in float32: `{owner}(fp32_modules=["{module}"])`'
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -16,8 +16,9 @@ from lightning_amp_guard.lanes import Cell, Lane, Stage
 from lightning_amp_guard.movement import ScaleMovement
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.ranks import RankAgreement
-from lightning_amp_guard.scaler import SkipAwareGradScaler, read_flags
+from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.settings import AmpSettings
+from lightning_amp_guard.verdict import blame, read_verdict
 from lightning_amp_guard.windows import GradientWindows
 
 __all__ = ["AttemptEngine", "Verifier"]
@@ -43,7 +44,7 @@ class AttemptEngine:
     """Takes attempts along the path unscale, look, step or skip, move the scale, outcome.
 
     Holds no reference to a Trainer: a plugin hands in what has to happen between unscaling and
-    stepping, and receives the outcome. One host read per attempt, in `_read`; after a skip one more
+    stepping, and receives the outcome. One host read per attempt, in `read_verdict`; after a skip one more
     for the losses.
 
     Args:
@@ -73,6 +74,7 @@ class AttemptEngine:
         self.manual = manual
         self.windows = GradientWindows(optimizers, scaler, scaling=scaling)
         self.tallies = tallies
+        self._last: Lane | None = None
         self._extend_tallies()
         self.verifier: Verifier | None = None
         self.movement = ScaleMovement(scaler, self.windows)
@@ -83,15 +85,19 @@ class AttemptEngine:
             x.optimizer for x in self.windows.lanes
         ]
         self.wants_norm: list[Callable[[], bool]] = []
+        self.total_norm: Callable[[list[Tensor]], Tensor] = _upstream.total_norm
 
     def lane(self, optimizer: Any) -> Lane:
-        """Return the optimizer's lane."""
+        """Return the optimizer's lane, following the Trainer's optimizers when it is a new one."""
+        if self._last is not None and self._last.optimizer is optimizer:
+            return self._last
         lane = self.windows.lane(optimizer)
         if lane is None:
             self.windows.follow([*self.optimizers_now(), optimizer])
             self._extend_tallies()
             lane = self.windows.lane(optimizer)
         assert lane is not None
+        self._last = lane
         return lane
 
     def _extend_tallies(self) -> None:
@@ -122,7 +128,8 @@ class AttemptEngine:
                 cell.mark()
         elif verify:
             for cell in self.windows.cells:
-                self._verify(cell)
+                if cell.scaled:  # true gradients may be edited at will
+                    self._verify(cell)
 
     def _verify(self, cell: Cell) -> None:
         if self.windows.scaling and self.verifier is not None:
@@ -164,13 +171,17 @@ class AttemptEngine:
             lane.norm = None
             return None
         if any([wants() for wants in self.wants_norm]):
-            lane.norm = torch.nn.utils.get_total_norm(lane.gradients())
+            lane.norm = self.total_norm(lane.gradients())
         look()
-        nonfinite, norm = self._read(lane)
-        reason, earlier = self._reason(lane, nonfinite)
+        nonfinite, norm = read_verdict(lane)
+        reason, answered = None, False
+        if nonfinite:
+            reason, answered = blame(lane, self.windows, self.ranks)
+        elif self.block is not None and self.block.doomed:
+            reason = SkipReason.PARTNER_SKIPPED
         if reason is None:
             lane.optimizer.step(**kwargs)
-        return self._conclude(lane, reason, norm, earlier)
+        return self._conclude(lane, reason, norm, answered)
 
     def _check(self, lane: Lane) -> bool:
         """Unscale and check the lane; return whether there is a gradient, here or on another rank."""
@@ -195,30 +206,8 @@ class AttemptEngine:
             lane.flags, lane.shared = {ranks.device: nonfinite}, True
         return present or (lane.present is not None and bool(lane.present))
 
-    def _read(self, lane: Lane) -> tuple[bool, float | None]:
-        """Return whether a gradient is non-finite, and the norm if there is one: the host read."""
-        flags, norm = list(lane.flags.values()), lane.norm
-        if norm is None:
-            return read_flags(flags), None
-        norm = _upstream.whole(norm.detach()).float()
-        together = torch.stack([*(f.to(norm.device) for f in flags), norm])
-        *found, value = together.tolist()
-        return any(found), value
-
-    def _reason(self, lane: Lane, nonfinite: bool) -> tuple[SkipReason | None, bool]:
-        """Return why to skip, and whether the scale has answered this overflow already."""
-        if not nonfinite:
-            doomed = self.block is not None and self.block.doomed
-            return (SkipReason.PARTNER_SKIPPED if doomed else None), False
-        bad_loss = lane.had_nonfinite_loss()
-        earlier = self.windows.overflows != lane.overflows_before or lane.overflowed_earlier()
-        if self.ranks is not None:
-            bad_loss, earlier = self.ranks.any(bad_loss, earlier)
-        blamed = SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS
-        return blamed, earlier
-
     def _conclude(
-        self, lane: Lane, reason: SkipReason | None, norm: float | None, earlier: bool
+        self, lane: Lane, reason: SkipReason | None, norm: float | None, answered: bool
     ) -> StepOutcome:
         scale, micro_batches = self.scaler.get_scale(), lane.micro_batches
         lane.stage, lane.norm, lane.shared = Stage.STEPPED, None, False
@@ -231,7 +220,7 @@ class AttemptEngine:
         elif reason is SkipReason.NONFINITE_GRADIENTS or (
             reason is SkipReason.NONFINITE_LOSS and self.settings.backoff_on_nonfinite_loss
         ):
-            self.movement.overflowed(answered=earlier)
+            self.movement.overflowed(answered=answered)
         outcome = StepOutcome(
             lane.idx,
             self.tallies[lane.idx].attempted,

@@ -47,7 +47,7 @@ class GradientWindows:
         self.cells: list[Cell] = []
         self.pending: Tensor | None = None
         self.overflows = 0
-        self._sizes: list[list[int]] = []
+        self._sizes: list[tuple[Lane, list[int]]] = []
         self.refresh()
 
     def lane(self, optimizer: Any) -> Lane | None:
@@ -57,19 +57,16 @@ class GradientWindows:
 
     def follow(self, optimizers: Sequence[Any]) -> None:
         """Take over the Trainer's optimizers of now, where a callback replaced them in the fit."""
-        raw = [_upstream.unwrap_optimizer(optimizer) for optimizer in optimizers]
+        raw = {id(o): o for o in map(_upstream.unwrap_optimizer, optimizers)}
         known = {id(lane.optimizer): lane for lane in self.lanes}
-        self.lanes = [
-            Lane(i, o, stage=Stage.OPEN) if id(o) not in known else known[id(o)]
-            for i, o in enumerate(raw)
-        ]
-        for i, lane in enumerate(self.lanes):
-            lane.idx = i
+        self.lanes = [known.get(key) or Lane(0, optimizer) for key, optimizer in raw.items()]
+        for idx, lane in enumerate(self.lanes):
+            lane.idx = idx
         self.refresh()
 
     def refresh(self) -> None:
         """Sort the parameters into cells anew if a parameter group was added."""
-        sizes = [[len(g["params"]) for g in lane.optimizer.param_groups] for lane in self.lanes]
+        sizes = [(x, [len(g["params"]) for g in x.optimizer.param_groups]) for x in self.lanes]
         if sizes == self._sizes:
             return
         self._sizes = sizes

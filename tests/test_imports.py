@@ -20,7 +20,7 @@ LAYERS = (
     {"scaler"},
     {"scaler_choice", "lanes"},
     {"windows"},
-    {"movement", "all_or_none", "alarm"},
+    {"movement", "all_or_none", "alarm", "verdict"},
     {"attempt"},
     {"window_state"},
     {"guards"},

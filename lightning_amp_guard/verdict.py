@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an attempt is judged: non-finite or not, and what is to blame."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.lanes import Lane
+from lightning_amp_guard.outcome import SkipReason
+from lightning_amp_guard.ranks import RankAgreement
+from lightning_amp_guard.scaler import read_flags
+from lightning_amp_guard.windows import GradientWindows
+
+__all__ = ["blame", "read_verdict"]
+
+
+def read_verdict(lane: Lane) -> tuple[bool, float | None]:
+    """Return whether a gradient is non-finite, and the total norm where something computed it.
+
+    Host sync: the one of an attempt; flag and norm travel together.
+    """
+    flags, norm = list(lane.flags.values()), lane.norm
+    if norm is None:
+        return read_flags(flags), None
+    norm = _upstream.whole(norm.detach()).float()
+    together = torch.stack([*(f.to(norm.device) for f in flags), norm])
+    *found, value = together.tolist()
+    return any(found), value
+
+
+def blame(
+    lane: Lane, windows: GradientWindows, ranks: RankAgreement | None
+) -> tuple[SkipReason, bool]:
+    """Return why a non-finite attempt is skipped, and whether the scale has answered it already.
+
+    The forward pass does not depend on the scale, so a loss that is itself inf or NaN is no fault
+    of the scale's. And gradients made at a scale that has backed off since need no second backoff.
+
+    Host sync: one for the losses, one if the scale moved while the lane held gradients; over ranks
+    one all-reduce.
+    """
+    bad_loss = lane.had_nonfinite_loss()
+    answered = windows.overflows != lane.overflows_before or lane.overflowed_earlier()
+    if ranks is not None:
+        bad_loss, answered = ranks.any(bad_loss, answered)
+    reason = SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS
+    return reason, answered
