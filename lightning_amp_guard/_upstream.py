@@ -15,6 +15,8 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -27,7 +29,6 @@ __all__ = [
     "as_plain",
     "batch_number",
     "comm_hook_names",
-    "forget_unit_override",
     "grad_marks",
     "has_float16_autocast",
     "has_gradients",
@@ -43,7 +44,9 @@ __all__ = [
     "native_low_precision",
     "needs_closure",
     "plain_ddp",
+    "plain_name",
     "reduced_by_ddp",
+    "sharded_grads",
     "rest_logged",
     "sparse_values",
     "tensors_in",
@@ -83,11 +86,12 @@ def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
 
 def magnitudes(tensors: list[Tensor]) -> list[float]:
     """Return max |x| of each tensor (NaN if it holds one). Host sync: one."""
-    if not tensors:
-        return []
-    norms = [norm.float() for norm in torch._foreach_norm(tensors, float("inf"))]
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return [float(norm) for norm in stacked.tolist()]
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return [0.0] * len(tensors)
+    norms = [norm.float() for norm in torch._foreach_norm(filled, float("inf"))]
+    sizes = iter(torch.stack([norm.to(norms[0].device) for norm in norms]).tolist())
+    return [float(next(sizes)) if tensor.numel() else 0.0 for tensor in tensors]
 
 
 def sparse_values(grad: Tensor) -> Tensor:
@@ -130,17 +134,27 @@ def total_norm(grads: Iterable[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
-def keep_unit_in_float32(module: Module) -> None:
-    """Keep FSDP from casting the module when its wrap policy makes a unit of it.
+def plain_name(name: str) -> str:
+    """Return a module's or parameter's name without the parts that wrappers add to it."""
+    return clean_tensor_name(f"{name}.")[:-1]
 
-    The same override that FSDP sets for batch norm.
+
+def keep_unit_in_float32(unit: FullyShardedDataParallel) -> None:
+    """Keep an FSDP1 unit's parameters, gradients and buffers as they are: before its first forward.
+
+    FSDP's wrap policies take no precision for a single module, only for whole classes.
     """
-    cast("Any", module)._wrap_overrides = {"mixed_precision": None}
+    unit.mixed_precision = MixedPrecision()
+    if unit._handle is not None:
+        unit._handle._init_param_reduce_dtypes(None, None)
 
 
-def forget_unit_override(module: Module) -> None:
-    """Undo `keep_unit_in_float32`, once FSDP has wrapped."""
-    module.__dict__.pop("_wrap_overrides", None)
+def sharded_grads(model: Module) -> list[Tensor]:
+    """Return the gradients of which this rank holds a part under FSDP1."""
+    handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model)]
+    flat = [h.flat_param for h in handles if h is not None and h.uses_sharded_strategy]
+    params = [p for f in flat for p in (f._params or [f])]
+    return [p.grad for p in params if p.grad is not None]
 
 
 def plain_ddp(strategy: Any, automatic: bool) -> bool:

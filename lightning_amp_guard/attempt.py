@@ -44,8 +44,8 @@ class AttemptEngine:
     """Takes attempts along the path unscale, look, step or skip, move the scale, outcome.
 
     Holds no reference to a Trainer: a plugin hands in what has to happen between unscaling and
-    stepping, and receives the outcome. One host read per attempt, in `read_verdict`; after a skip one more
-    for the losses.
+    stepping, and receives the outcome. One host read per attempt, in `read_verdict`;
+    after a skip one more for the losses.
 
     Args:
         settings: The plugin's checked settings.

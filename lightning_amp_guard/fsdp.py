@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import MixedPrecision as ShardPrecision
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -38,40 +40,74 @@ class SafeFSDPCore(AmpPlugin):
 
     @property
     def mixed_precision_config(self) -> ShardPrecision:
-        """What FSDP casts: parameters in forward, while gradients are reduced in float32."""
+        """What FSDP casts: parameters in forward, while gradients are reduced in float32.
+
+        Inputs stay as they are: autocast casts what is safe, while FSDP would cast the whole batch,
+        where values above 65504 become inf.
+        """
         if self.precision == "auto":
             self.settle_precision(*_upstream.native_low_precision(self.device))
         half = self.autocast_dtype()
-        return ShardPrecision(param_dtype=half, reduce_dtype=torch.float32, buffer_dtype=half)
-
-    def convert_module(self, module: Any) -> Any:
-        """Learn the module, and keep FSDP from casting the units of `fp32_modules`."""
-        module = super().convert_module(module)
-        for part in self._scopes.chosen.values() if self._scopes else ():
-            _upstream.keep_unit_in_float32(part)
-        return module
+        return ShardPrecision(
+            param_dtype=half,
+            reduce_dtype=torch.float32,
+            buffer_dtype=half,
+            cast_root_forward_inputs=False,
+        )
 
     def connect(self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Begin a fit; every module of `fp32_modules` has to be an FSDP unit by now.
 
         Raises:
-            MisconfigurationException: One is not; the message names it.
+            MisconfigurationException: One is not, and the message names it; or nothing is sharded.
         """
         units = {
-            id(unit.module)
-            for unit in model.modules()
+            _upstream.plain_name(name): unit
+            for name, unit in model.named_modules()
             if isinstance(unit, FullyShardedDataParallel)
-            and unit.mixed_precision.param_dtype in (None, torch.float32)
         }
-        for name, part in self._scopes.chosen.items() if self._scopes else ():
-            _upstream.forget_unit_override(part)
-            if id(part) not in units:
+        if not units:
+            raise self.fail(
+                f"`{self._name()}`: the model holds no FSDP1 unit; the strategy is"
+                f" `{type(self.trainer.strategy).__name__}`. Expected `FSDPStrategy`. Everywhere else"
+                " write `plugins=[SafeAMP()]`."
+            )
+        self._keep_in_float32(units)
+        result = super().connect(model, optimizers, lr_schedulers)
+        if self.engine is not None:
+            self.engine.total_norm = self._norm_over_shards
+        return result
+
+    def _keep_in_float32(self, units: dict[str, FullyShardedDataParallel]) -> None:
+        chosen = {} if self._scopes is None else self._scopes.chosen
+        for name in chosen:
+            if name in units:
+                _upstream.keep_unit_in_float32(units[name])
+        for name, part in chosen.items():
+            around = [unit for unit in units if f"{name}.".startswith(f"{unit}." if unit else "")]
+            held = any(True for _ in part.parameters())
+            if held and around and max(around, key=len) not in chosen:
                 raise self.fail(
                     f"`{self._name()}(fp32_modules=...)`: the module {name!r} is not an FSDP unit of"
                     " its own, so its parameters are cast together with its neighbours'. Expected a"
                     " unit. Name its class in `FSDPStrategy(auto_wrap_policy={...})`."
                 )
-        return super().connect(model, optimizers, lr_schedulers)
+
+    def _norm_over_shards(self, grads: list[Tensor]) -> Tensor:
+        """Return the total L2 norm, this rank's shards and the others' together."""
+        root = self.trainer.strategy.model
+        sharded = {id(grad) for grad in _upstream.sharded_grads(root)}
+        parts = [[g for g in grads if (id(g) in sharded) is here] for here in (True, False)]
+        ours, whole = [
+            _upstream.total_norm(part).float().to(self.trainer.strategy.root_device) ** 2
+            for part in parts
+        ]
+        dist.all_reduce(ours, group=root.process_group)
+        return (ours + whole).sqrt()
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the module's parameter names by `id(parameter)`, without the parts FSDP adds."""
+        return {key: _upstream.plain_name(name) for key, name in super().parameter_names().items()}
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the autocast context of a forward pass, on the strategy's device."""

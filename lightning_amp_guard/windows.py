@@ -82,13 +82,19 @@ class GradientWindows:
             lane.cells = [c for c, idxs in zip(self.cells, groups, strict=True) if lane.idx in idxs]
 
     def _cell(self, params: list[Tensor]) -> Cell:
-        """Return the cell of `params`, going on from the one that held the first of them."""
-        cell = Cell(params)
-        for old in self.cells:
-            if any(old.params[0] is p for p in params):
-                cell.scaled, cell.micro_batches = old.scaled, old.micro_batches
-                cell.losses, cell.nonfinite_loss = old.losses, old.nonfinite_loss
-                cell.tainted = old.tainted
+        """Return the cell of `params`, going on from the cells that held them so far."""
+        cell, held_by = Cell(params), {p: old for old in self.cells for p in old.params}
+        before = list(dict.fromkeys(held_by[p] for p in params if p in held_by))
+        cell.scaled = any(old.scaled for old in before)
+        for old in before:
+            cell.micro_batches = max(cell.micro_batches, old.micro_batches)
+            cell.nonfinite_loss |= old.nonfinite_loss
+            cell.losses += [loss for loss in old.losses if all(loss is not x for x in cell.losses)]
+            cell.tainted += old.tainted
+            if cell.scaled and not old.scaled and (scale := self.scaler.get_scale()) != 1.0:
+                self.scaler.multiply_held_(
+                    Cell([p for p in params if held_by.get(p) is old]), scale
+                )
         cell.mark()
         return cell
 
