@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -39,6 +40,7 @@ __all__ = [
     "keep_unit_in_float32",
     "magnitudes",
     "map_tensors",
+    "modules_of_unit",
     "moved_since",
     "multiply_",
     "native_low_precision",
@@ -46,8 +48,9 @@ __all__ = [
     "plain_ddp",
     "plain_name",
     "reduced_by_ddp",
-    "sharded_grads",
     "rest_logged",
+    "sharded_grads",
+    "sharded_like",
     "sparse_values",
     "tensors_in",
     "total_norm",
@@ -129,9 +132,18 @@ def total_norm(grads: Iterable[Tensor]) -> Tensor:
     """
     kinds: dict[Any, list[Tensor]] = {}
     for grad in grads:
+        if grad.is_sparse:
+            grad = grad.coalesce().values()  # torch's function refuses sparse ones
         kinds.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
     norms = [whole(torch.nn.utils.get_total_norm(alike)) for alike in kinds.values()]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+
+
+def sharded_like(value: Tensor, param: Tensor) -> Tensor:
+    """Return this rank's part of `value`, which all ranks hold, where `param` is a `DTensor`."""
+    if not isinstance(param, DTensor):
+        return value
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def plain_name(name: str) -> str:
@@ -144,9 +156,15 @@ def keep_unit_in_float32(unit: FullyShardedDataParallel) -> None:
 
     FSDP's wrap policies take no precision for a single module, only for whole classes.
     """
-    unit.mixed_precision = MixedPrecision()
+    cast("Any", unit).mixed_precision = MixedPrecision()
     if unit._handle is not None:
         unit._handle._init_param_reduce_dtypes(None, None)
+
+
+def modules_of_unit(unit: FullyShardedDataParallel) -> list[Module]:
+    """Return the modules whose own parameters an FSDP1 unit gathers and casts together."""
+    handle = unit._handle
+    return [] if handle is None else [info.module for info in handle.flat_param._param_infos]
 
 
 def sharded_grads(model: Module) -> list[Tensor]:
@@ -308,9 +326,13 @@ def native_low_precision(device: str) -> tuple[bool, bool]:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples, dicts and dataclasses."""
-    if is_dataclass(tree) and not isinstance(tree, type):
-        tree = [getattr(tree, f.name) for f in fields(tree)]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, f.name) for f in fields(leaf)])
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -94,7 +94,7 @@ class Float32Scopes:
         self.chosen: dict[str, Module] = {}
         if not patterns:
             return
-        modules = {name: m for name, m in module.named_modules() if name}
+        modules = {_upstream.plain_name(n): m for n, m in module.named_modules() if n}
         chosen, idle = select(list(modules), patterns)
         if idle:
             raise ValueError(

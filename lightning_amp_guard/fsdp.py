@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import FSDPPrecision
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import MixedPrecision as ShardPrecision
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -61,37 +62,44 @@ class SafeFSDPCore(AmpPlugin):
         Raises:
             MisconfigurationException: One is not, and the message names it; or nothing is sharded.
         """
-        units = {
-            _upstream.plain_name(name): unit
-            for name, unit in model.named_modules()
-            if isinstance(unit, FullyShardedDataParallel)
-        }
+        units = [unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel)]
         if not units:
             raise self.fail(
                 f"`{self._name()}`: the model holds no FSDP1 unit; the strategy is"
                 f" `{type(self.trainer.strategy).__name__}`. Expected `FSDPStrategy`. Everywhere else"
                 " write `plugins=[SafeAMP()]`."
             )
-        self._keep_in_float32(units)
+        self._keep_in_float32(units, {m: _upstream.plain_name(n) for n, m in model.named_modules()})
         result = super().connect(model, optimizers, lr_schedulers)
         if self.engine is not None:
             self.engine.total_norm = self._norm_over_shards
         return result
 
-    def _keep_in_float32(self, units: dict[str, FullyShardedDataParallel]) -> None:
+    def _keep_in_float32(
+        self, units: list[FullyShardedDataParallel], names: dict[Module, str]
+    ) -> None:
+        for unit in units:
+            if self._runs_in_float32(names[unit]):
+                _upstream.keep_unit_in_float32(unit)
+                continue
+            for name in [names[part] for part in _upstream.modules_of_unit(unit)]:
+                if self._runs_in_float32(name):
+                    raise self.fail(
+                        f"`{self._name()}(fp32_modules=...)`: the module {name!r} is not an FSDP unit"
+                        " of its own, so its parameters are cast together with its neighbours'."
+                        " Expected a unit. Name its class in"
+                        " `FSDPStrategy(auto_wrap_policy={...})`."
+                    )
+
+    def _runs_in_float32(self, name: str) -> bool:
+        """Return whether `fp32_modules` chose the module, or the nearest one around that it names."""
         chosen = {} if self._scopes is None else self._scopes.chosen
-        for name in chosen:
-            if name in units:
-                _upstream.keep_unit_in_float32(units[name])
-        for name, part in chosen.items():
-            around = [unit for unit in units if f"{name}.".startswith(f"{unit}." if unit else "")]
-            held = any(True for _ in part.parameters())
-            if held and around and max(around, key=len) not in chosen:
-                raise self.fail(
-                    f"`{self._name()}(fp32_modules=...)`: the module {name!r} is not an FSDP unit of"
-                    " its own, so its parameters are cast together with its neighbours'. Expected a"
-                    " unit. Name its class in `FSDPStrategy(auto_wrap_policy={...})`."
-                )
+        without = [p[1:] for p in self.settings.fp32_modules if p.startswith("!")]
+        while name and name not in chosen:
+            if any(fnmatchcase(name, pattern) for pattern in without):
+                return False
+            name = name.rpartition(".")[0]
+        return bool(name)
 
     def _norm_over_shards(self, grads: list[Tensor]) -> Tensor:
         """Return the total L2 norm, this rank's shards and the others' together."""
@@ -104,6 +112,17 @@ class SafeFSDPCore(AmpPlugin):
         ]
         dist.all_reduce(ours, group=root.process_group)
         return (ours + whole).sqrt()
+
+    def _adapted(self, entry: Any) -> Any:
+        if not isinstance(entry, Mapping) or not entry.get("window"):
+            return entry
+        self.warn(
+            "The checkpoint was written inside an accumulation window by a run that was not sharded,"
+            " and FSDP1's shards cannot take its gradients: the window begins anew, with fewer"
+            " micro-batches. Resume from a checkpoint that was saved after a step to keep windows"
+            " whole."
+        )
+        return {**entry, "window": None}
 
     def parameter_names(self) -> dict[int, str]:
         """Return the module's parameter names by `id(parameter)`, without the parts FSDP adds."""

@@ -186,7 +186,7 @@ class LifeCycle(Configuration):
             ScalerStateError: The entry is damaged; the message names the key.
         """
         if not any(state_dict is done for done in self._handled):
-            self._checkpoint.restore(self, state_dict)
+            self._checkpoint.restore(self, self._adapted(state_dict))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add torch's five values under stock's name, so that stock Lightning can resume."""
@@ -200,7 +200,11 @@ class LifeCycle(Configuration):
         # Lightning hands the same entries to `load_state_dict` next: done, or not wanted
         self._handled = [v for v in checkpoint.values() if isinstance(v, dict)]
         if self.trainer is None or _upstream.is_fitting(self.trainer):
-            self._checkpoint.restore(self, found)
+            self._checkpoint.restore(self, self._adapted(found))
+
+    def _adapted(self, entry: Any) -> Any:
+        """Return a checkpoint entry as this plugin can restore it."""
+        return entry
 
     # ------------------------------------------------------------------ for the guards
 

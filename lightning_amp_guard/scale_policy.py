@@ -13,6 +13,8 @@ __all__ = ["ScalePolicy", "float32"]
 
 # The smallest scale whose reciprocal is finite and normal in float32.
 _TINY = 2.0**-126
+# The largest float32.
+_HUGE = (2.0 - 2.0**-23) * 2.0**127
 
 
 def float32(value: float) -> float:
@@ -96,8 +98,8 @@ class ScalePolicy:
 
     def clamp(self, scale: float) -> float:
         """Return `scale` moved to the nearest bound where it lies outside."""
-        low, high = self.settings.min_scale or _TINY, self.settings.max_scale or math.inf
-        return float32(min(max(scale, low, _TINY), high))
+        low, high = self.settings.min_scale or _TINY, self.settings.max_scale or _HUGE
+        return float32(min(max(scale, low, _TINY), high, _HUGE))
 
     def _move(self, scale: float) -> float:
         before, self.scale = self.scale, self.clamp(scale)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -64,6 +65,8 @@ class SkipAwareGradScaler(BoundedGradScaler):
     def scale(self, outputs: Any) -> Any:
         """Return `outputs` times the scale. Host sync: none."""
         if self.watcher is not None:
+            if isinstance(outputs, Iterator):
+                outputs = list(outputs)
             self.watcher.before_backward(outputs)
         return super().scale(outputs)
 
@@ -161,6 +164,8 @@ class SkipAwareGradScaler(BoundedGradScaler):
 
     def was_skipped(self, optimizer: Optimizer) -> bool | None:
         """Return whether the last `step` since `update` was skipped; `None` if there was none."""
+        if not self.is_enabled():
+            return None
         state = self._per_optimizer_states.get(id(_upstream.unwrap_optimizer(optimizer)), {})
         return cast("bool | None", state.get("skipped"))
 
@@ -178,12 +183,18 @@ class SkipAwareGradScaler(BoundedGradScaler):
         Args:
             new_scale: Sets the scale instead, moved to the nearest bound.
 
+        Raises:
+            ValueError: `new_scale` is NaN.
+
         Host sync: one flag per device for optimizers that were unscaled but not stepped.
         """
         if not self.is_enabled():
             return
         if new_scale is not None:
-            self.set_scale(float(new_scale))
+            value = float(new_scale)
+            if math.isnan(value):
+                raise ValueError(f"`update(new_scale={new_scale!r})`: expected a number above 0.")
+            self.set_scale(value)
         elif checked := [
             s for s in self._per_optimizer_states.values() if s["found_inf_per_device"]
         ]:

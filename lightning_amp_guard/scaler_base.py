@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp_guard.scale_policy import ScalePolicy
-from lightning_amp_guard.settings import ScaleSettings
+from lightning_amp_guard.settings import ScaleSettings, flag
 from lightning_amp_guard.state import read_scaler_state
 
 __all__ = ["BoundedGradScaler", "ScaleWatcher"]
@@ -69,7 +69,7 @@ class BoundedGradScaler(torch.amp.GradScaler):
             settings.growth_factor,
             settings.backoff_factor,
             settings.growth_interval,
-            enabled,
+            flag(type(self).__name__, "enabled", enabled),
         )
         self.policy = ScalePolicy.start(settings)
         self.watcher: ScaleWatcher | None = None
@@ -135,11 +135,12 @@ class BoundedGradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle settings and state; windows under way and tensors on a device stay behind."""
         gone = {"watcher": None, "_inverse": None, "_scale": None, "_growth_tracker": None}
+        if not self.is_enabled():
+            return {**self.__dict__, "watcher": None}
+        states = self._per_optimizer_states
         start = {
             "_init_scale": self.policy.scale,
             "_init_growth_tracker": self.policy.growth_tracker,
-            "_per_optimizer_states": self._per_optimizer_states.__class__(
-                self._per_optimizer_states.default_factory  # type: ignore[attr-defined]
-            ),
+            "_per_optimizer_states": type(states)(states.default_factory),  # type: ignore[attr-defined]
         }
-        return {**self.__dict__, **gone, **(start if self.is_enabled() else {})}
+        return {**self.__dict__, **gone, **start}

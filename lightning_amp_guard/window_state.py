@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp_guard import _upstream
 from lightning_amp_guard.attempt import AttemptEngine
 from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.lanes import Stage
@@ -76,7 +77,8 @@ class SavedWindow:
         """Give the parameters their gradients back, at the scale in force."""
         for name, grad in self.gradients.items():
             param = self.params[name]
-            param.grad = grad.to(param.device, param.dtype, copy=True)
+            whole = grad.to(param.device, param.dtype, copy=True)
+            param.grad = _upstream.sharded_like(whole, param)
         ratio = self.engine.scaler.get_scale() / self.scale
         for cell in self.engine.windows.cells:
             cell.scaled = cell.has_gradients()
