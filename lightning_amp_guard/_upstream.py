@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
@@ -36,6 +36,7 @@ __all__ = [
     "inside_batch",
     "is_compiled",
     "is_fitting",
+    "is_fully_sharded",
     "is_log_step",
     "keep_unit_in_float32",
     "magnitudes",
@@ -244,6 +245,11 @@ def moved_since(params: Sequence[Tensor], marks: Sequence[GradMark]) -> list[tup
 def has_gradients(optimizer: Optimizer) -> bool:
     """Return whether a parameter of the optimizer has a gradient. Host sync: none."""
     return any([p.grad is not None for p in all_params(optimizer.param_groups)])
+
+
+def is_fully_sharded(module: Module) -> bool:
+    """Return whether FSDP2 manages parameters of the module, which are then no part of its graph."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def is_fitting(trainer: Any) -> bool:

@@ -128,8 +128,13 @@ class AttemptEngine:
                 cell.mark()
         elif verify:
             for cell in self.windows.cells:
-                if cell.scaled:  # true gradients may be edited at will
+                if cell.scaled or (self.manual and self._untouched(cell)):
                     self._verify(cell)
+
+    def _untouched(self, cell: Cell) -> bool:
+        """Return whether nobody has been given the cell's true gradients to edit at will."""
+        lanes = [lane for lane in self.windows.lanes if cell in lane.cells]
+        return all([lane.stage is not Stage.UNSCALED for lane in lanes])
 
     def _verify(self, cell: Cell) -> None:
         if self.windows.scaling and self.verifier is not None:
@@ -209,7 +214,7 @@ class AttemptEngine:
     def _conclude(
         self, lane: Lane, reason: SkipReason | None, norm: float | None, answered: bool
     ) -> StepOutcome:
-        scale, micro_batches = self.scaler.get_scale(), lane.micro_batches
+        scale, micro_batches = lane.scale, lane.micro_batches
         lane.stage, lane.norm, lane.shared = Stage.STEPPED, None, False
         for cell in lane.cells:
             cell.consumed = True

@@ -42,7 +42,10 @@ class Cell:
         self.micro_batches = 0
         self.losses: list[Tensor] = []
         self.nonfinite_loss = False
+        self.flags: list[Tensor] = []  # is a gradient non-finite, as of the last check?
         self.tainted: list[Tensor] = []  # flags: did it overflow at an earlier scale already?
+        self.overflows_before = 0  # overflows that the scale had answered when it was unscaled
+        self.scale = 1.0  # the scale that the gradients carried then
 
     def has_gradients(self) -> bool:
         """Return whether a parameter has a gradient. Host sync: none."""
@@ -56,10 +59,23 @@ class Cell:
         """Remember identity and version of every gradient."""
         self.marks = _upstream.grad_marks(self.params)
 
-    def restart(self) -> None:
-        """Begin a new window."""
-        self.micro_batches, self.losses, self.consumed = 0, [], False
-        self.nonfinite_loss, self.tainted = False, []
+    def restart(self, *, leftovers: bool = False) -> None:
+        """Begin a new window.
+
+        Args:
+            leftovers: Gradients of the last one are still there, and what spoiled them with them.
+        """
+        self.micro_batches, self.consumed = 0, False
+        if not leftovers:
+            self.losses, self.nonfinite_loss, self.tainted = [], False, []
+
+    def is_nonfinite(self) -> bool:
+        """Return whether the last check found inf or NaN. Host sync: one."""
+        return self.has_gradients() and read_flags(self.flags)
+
+    def overflowed_earlier(self, overflows: int) -> bool:
+        """Return whether the scale has answered the overflow. Host sync: one if it has moved."""
+        return overflows != self.overflows_before or read_flags(self.tainted)
 
     def add_loss(self, loss: Tensor) -> None:
         """Keep a detached loss of this window, to be looked at only after a skip."""
@@ -89,7 +105,6 @@ class Lane:
     norm: Tensor | None = None
     shared: bool = False  # are the flags those of all ranks?
     present: Tensor | None = None  # has any rank a gradient?
-    overflows_before: int = 0  # overflows that the scale had answered when this was unscaled
 
     def has_gradients(self) -> bool:
         """Return whether a parameter of the optimizer has a gradient. Host sync: none."""
@@ -104,10 +119,14 @@ class Lane:
         """Backward passes that the window holds."""
         return max((cell.micro_batches for cell in self.cells), default=0)
 
-    def had_nonfinite_loss(self) -> bool:
-        """Return whether a loss of the window was inf or NaN. Host sync: one per cell."""
-        return any([cell.had_nonfinite_loss() for cell in self.cells])
+    @property
+    def scale(self) -> float:
+        """The scale that the gradients carried when they were unscaled."""
+        return max((cell.scale for cell in self.cells if cell.has_gradients()), default=1.0)
 
-    def overflowed_earlier(self) -> bool:
-        """Return whether the gradients had overflowed when the scale last moved. Host sync: one."""
-        return any([read_flags(cell.tainted) for cell in self.cells])
+    @property
+    def window_open(self) -> bool:
+        """Whether a step would consume gradients that no step has consumed so far."""
+        return any(
+            [c.micro_batches > 0 and not c.consumed and c.has_gradients() for c in self.cells]
+        )

@@ -71,7 +71,7 @@ class AmpPlugin(LifeCycle):
             run()
 
     def _run_backward(self, model: Any, run: Callable[[], Any]) -> None:
-        self._probe.run(model, run)
+        self._probe.run(model, run, sharded=_upstream.is_fully_sharded(model))
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Note the gradients before any hook can touch them."""

@@ -107,6 +107,9 @@ class SkipAwareGradScaler(BoundedGradScaler):
         """
         if not scaled:
             return self.multiply_held_(holder, 1.0)
+        if self._scale is None and self.watcher is not None:
+            # a window from a checkpoint may be stepped before a loss is scaled
+            self._lazy_init_scale_growth_tracker(holder.param_groups[0]["params"][0].device)
         if self._scale is None:
             raise RuntimeError(
                 "Gradients are to be unscaled, but no loss was scaled. Scale the loss first:"

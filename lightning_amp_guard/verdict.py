@@ -37,11 +37,11 @@ def blame(
     The forward pass does not depend on the scale, so a loss that is itself inf or NaN is no fault
     of the scale's. And gradients made at a scale that has backed off since need no second backoff.
 
-    Host sync: one for the losses, one if the scale moved while the lane held gradients; over ranks
-    one all-reduce.
+    Host sync: one for the losses and one for the flags of each cell; over ranks one all-reduce.
     """
-    bad_loss = lane.had_nonfinite_loss()
-    answered = windows.overflows != lane.overflows_before or lane.overflowed_earlier()
+    bad = [cell for cell in lane.cells if cell.is_nonfinite()]
+    bad_loss = any([cell.had_nonfinite_loss() for cell in bad])
+    answered = bool(bad) and all([c.overflowed_earlier(windows.overflows) for c in bad])
     if ranks is not None:
         bad_loss, answered = ranks.any(bad_loss, answered)
     reason = SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS

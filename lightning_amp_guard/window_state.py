@@ -12,8 +12,10 @@ from torch import Tensor
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.attempt import AttemptEngine
 from lightning_amp_guard.errors import ScalerStateError
-from lightning_amp_guard.lanes import Stage
+from lightning_amp_guard.lanes import Cell, Stage
+from lightning_amp_guard.scaler import read_flags
 from lightning_amp_guard.state import damaged, is_count, is_dict, is_positive, read
+from lightning_amp_guard.windows import GradientWindows
 
 __all__ = ["SavedWindow", "save_window"]
 
@@ -25,8 +27,9 @@ def save_window(engine: AttemptEngine, names: dict[int, str]) -> dict[str, Any] 
         `None` when nothing is open; else plain values and, by parameter name, clones of the
         gradients as they are, multiplied by "scale".
     """
-    held = engine.windows.held()
-    batch = [engine.movement.applied_in_batch, engine.movement.overflowed_in_batch]
+    windows, movement = engine.windows, engine.movement
+    held = [c for c in windows.cells if c.micro_batches and not c.consumed and c.has_gradients()]
+    batch = [movement.applied_in_batch, movement.overflowed_in_batch]
     if not held and not any(batch):
         return None
     return {
@@ -38,10 +41,25 @@ def save_window(engine: AttemptEngine, names: dict[int, str]) -> dict[str, Any] 
             if p.grad is not None and id(p) in names
         },
         "optimizers": [
-            [lane.micro_batches, lane.had_nonfinite_loss()] for lane in engine.windows.lanes
+            _row([c for c in lane.cells if c in held], windows) for lane in windows.lanes
         ],
         "batch": batch,
     }
+
+
+def _row(cells: list[Cell], windows: GradientWindows) -> list[Any]:
+    """Return `[micro-batches, a loss was non-finite, overflow answered, unscaled already]`."""
+    return [
+        max((cell.micro_batches for cell in cells), default=0),
+        any([cell.had_nonfinite_loss() for cell in cells]),
+        any([_answered(cell, windows) for cell in cells]),
+        any([not cell.scaled for cell in cells]),
+    ]
+
+
+def _answered(cell: Cell, windows: GradientWindows) -> bool:
+    moved = not cell.scaled and cell.overflows_before != windows.overflows
+    return (moved and cell.is_nonfinite()) or read_flags(cell.tainted)
 
 
 class SavedWindow:
@@ -66,7 +84,7 @@ class SavedWindow:
         self.engine = engine
         self.scale = read(saved, "scale", is_positive, "a finite number above 0")
         self.gradients = read(saved, "gradients", is_dict, "a dict of tensors")
-        self.counts = read(saved, "optimizers", _are_counts, "[micro-batches, flag] per optimizer")
+        self.counts = read(saved, "optimizers", _are_counts, "four values per optimizer")
         self.batch = read(saved, "batch", _are_flags, "two flags")
         cells = engine.windows.cells
         self.params = {names[id(p)]: p for c in cells for p in c.params if id(p) in names}
@@ -80,19 +98,30 @@ class SavedWindow:
             whole = grad.to(param.device, param.dtype, copy=True)
             param.grad = _upstream.sharded_like(whole, param)
         ratio = self.engine.scaler.get_scale() / self.scale
-        for cell in self.engine.windows.cells:
-            cell.scaled = cell.has_gradients()
-            if cell.scaled and ratio != 1.0:
-                self.engine.scaler.multiply_held_(cell, ratio)
-            cell.mark()
-        for lane, (micro_batches, bad_loss) in zip(
-            self.engine.windows.lanes, self.counts, strict=False
-        ):
+        for lane, row in zip(self.engine.windows.lanes, self.counts, strict=False):
             lane.stage = Stage.OPEN
             for cell in lane.cells:
-                cell.micro_batches, cell.nonfinite_loss = micro_batches, bad_loss
+                self._reopen(cell, *row, ratio=ratio)
         movement = self.engine.movement
         movement.applied_in_batch, movement.overflowed_in_batch = self.batch
+
+    def _reopen(
+        self,
+        cell: Cell,
+        micro: int,
+        bad_loss: bool,
+        answered: bool,
+        unscaled: bool,
+        *,
+        ratio: float,
+    ) -> None:
+        cell.scaled = not unscaled and cell.has_gradients()
+        if cell.scaled and ratio != 1.0:
+            self.engine.scaler.multiply_held_(cell, ratio)
+        cell.micro_batches, cell.nonfinite_loss = micro, bad_loss
+        cell.tainted = [torch.ones(())] if answered else []
+        cell.scale = self.engine.scaler.get_scale()
+        cell.mark()
 
 
 def _check_fit(name: object, grad: object, param: Tensor | None) -> None:
@@ -114,6 +143,9 @@ def _are_flags(value: object) -> bool:
 
 def _are_counts(value: object) -> bool:
     return isinstance(value, list) and all(
-        isinstance(v, list) and len(v) == 2 and is_count(v[0]) and isinstance(v[1], bool)
+        isinstance(v, list)
+        and len(v) == 4
+        and is_count(v[0])
+        and all(isinstance(flag, bool) for flag in v[1:])
         for v in value
     )

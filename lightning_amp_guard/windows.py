@@ -91,6 +91,8 @@ class GradientWindows:
             cell.nonfinite_loss |= old.nonfinite_loss
             cell.losses += [loss for loss in old.losses if all(loss is not x for x in cell.losses)]
             cell.tainted += old.tainted
+            cell.overflows_before = max(cell.overflows_before, old.overflows_before)
+            cell.scale, cell.consumed = old.scale, cell.consumed or old.consumed
             if cell.scaled and not old.scaled and (scale := self.scaler.get_scale()) != 1.0:
                 self.scaler.multiply_held_(
                     Cell([p for p in params if held_by.get(p) is old]), scale
@@ -119,10 +121,13 @@ class GradientWindows:
 
     def _rescale_leftovers(self, cell: Cell) -> None:
         # unscaled but not stepped, the window goes on, unless the gradients were zeroed meanwhile
-        if cell.consumed or not any(_upstream.magnitudes(cell.gradients())):
-            cell.restart()
+        consumed = cell.consumed
+        if consumed or not any(_upstream.magnitudes(cell.gradients())):
+            cell.restart(leftovers=consumed)
         if (scale := self.scaler.get_scale()) != 1.0:
-            self.scaler.multiply_held_(cell, scale)
+            flags = self.scaler.multiply_held_(cell, scale)
+            if consumed:
+                cell.tainted = list(flags.values())
         cell.mark()
 
     def after_backward(self) -> None:
@@ -144,13 +149,16 @@ class GradientWindows:
         again = lane.stage is Stage.STEPPED
         for cell in lane.cells:
             if again:
-                cell.restart()
+                cell.restart(leftovers=True)
+            if cell.scaled:
+                cell.overflows_before, cell.scale = self.overflows, self.scaler.get_scale()
             flags = self.scaler.check_(cell, scaled=self.scaling and cell.scaled)
+            cell.flags = list(flags.values())
             for device, flag in flags.items():
                 known = lane.flags.get(device)
                 lane.flags[device] = flag if known is None else known + flag
             cell.scaled = False
-        lane.stage, lane.overflows_before = Stage.UNSCALED, self.overflows
+        lane.stage = Stage.UNSCALED
         self.scaler.note_unscaled(lane.optimizer, lane.flags)
 
     def clear(self, lane: Lane) -> None:
@@ -160,7 +168,7 @@ class GradientWindows:
         """
         for cell in lane.cells:
             cell.restart()
-        lane.flags, lane.overflows_before = {}, self.overflows
+        lane.flags = {}
 
     # ------------------------------------------------------------------ the scale moves
 
