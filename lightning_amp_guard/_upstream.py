@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias, cast
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "GradMark",
@@ -30,6 +31,7 @@ __all__ = [
     "as_plain",
     "batch_number",
     "comm_hook_names",
+    "count_as_stepped",
     "grad_marks",
     "has_float16_autocast",
     "has_gradients",
@@ -43,7 +45,6 @@ __all__ = [
     "map_tensors",
     "modules_of_unit",
     "moved_since",
-    "multiply_",
     "native_low_precision",
     "needs_closure",
     "plain_ddp",
@@ -83,11 +84,6 @@ def any_nonfinite_and_multiply_(grads: list[Tensor], found: Tensor, factor: Tens
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
 
 
-def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply `tensors` by a 0-dimensional `factor` in place. Host sync: none."""
-    torch._foreach_mul_(tensors, factor)
-
-
 def magnitudes(tensors: list[Tensor]) -> list[float]:
     """Return max |x| of each tensor (NaN if it holds one). Host sync: one."""
     filled = [tensor for tensor in tensors if tensor.numel()]
@@ -96,6 +92,32 @@ def magnitudes(tensors: list[Tensor]) -> list[float]:
     norms = [norm.float() for norm in torch._foreach_norm(filled, float("inf"))]
     sizes = iter(torch.stack([norm.to(norms[0].device) for norm in norms]).tolist())
     return [float(next(sizes)) if tensor.numel() else 0.0 for tensor in tensors]
+
+
+def count_as_stepped(optimizer: Optimizer) -> None:
+    """Let torch's schedulers believe that the optimizer has stepped, where they ask about it.
+
+    They warn of a scheduler that is stepped first; a skipped update is not the caller's mistake.
+    """
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def checkpoints_reentrantly(loss: Tensor) -> bool:
+    """Return whether a backward pass of `loss` recomputes with `checkpoint(use_reentrant=True)`.
+
+    Such a node hides the parameters behind it from `torch.autograd.grad`, which then passes it by.
+    """
+    known, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in known:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        known.add(node)
+        todo += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def sparse_values(grad: Tensor) -> Tensor:
@@ -342,8 +364,19 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return `tree` (nested lists, tuples and dicts) with `function` applied to its tensors."""
-    return tree_map_only(Tensor, function, tree)
+    """Return `tree` (nested lists, tuples, dicts and dataclasses) with its tensors mapped."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        made = copy(leaf)
+        for f in fields(leaf):
+            object.__setattr__(made, f.name, map_tensors(function, getattr(leaf, f.name)))
+        return made
+
+    return tree_map(visit, tree)
 
 
 def all_params(groups: Iterable[dict[str, Any]]) -> list[Tensor]:

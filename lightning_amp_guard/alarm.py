@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardError, NonFiniteGradientError, SkipLimitError
 from lightning_amp_guard.lanes import Lane
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
@@ -16,13 +14,8 @@ __all__ = ["alarm", "nonfinite_parameters"]
 
 
 def nonfinite_parameters(lane: Lane, names: dict[int, str]) -> list[str]:
-    """Return the names of parameters whose gradient is inf or NaN. Host sync: one."""
-    params = [p for cell in lane.cells for p in cell.params if p.grad is not None]
-    grads = _upstream.as_plain([p.grad for p in params if p.grad is not None])
-    sizes = _upstream.magnitudes(grads)
-    return [
-        names.get(id(p), "?") for p, s in zip(params, sizes, strict=True) if not math.isfinite(s)
-    ]
+    """Return the names of parameters whose gradient was inf or NaN. Host sync: one for each."""
+    return [names.get(id(p), "?") for p, finite in lane.finite if not finite]
 
 
 def alarm(
@@ -41,7 +34,7 @@ def alarm(
         tally: The optimizer's counts, this attempt included.
         settings: `max_consecutive_skips` and `error_if_nonfinite` decide.
         owner: The plugin's class name, for the message.
-        lane: The optimizer's lane, whose gradients are still as they were found.
+        lane: The optimizer's lane, which noted the gradients before they were clipped.
         names: Parameter names by `id`.
         culprit: The module to blame, where something located it.
     """

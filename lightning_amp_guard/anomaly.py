@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_amp_guard import _upstream
+
 __all__ = ["AnomalyProbe"]
 
 _OFF = (
@@ -57,13 +59,11 @@ class AnomalyProbe:
             backward()
 
     def _probe(self, loss: Tensor, params: list[Tensor]) -> None:
-        ones = torch.ones_like(loss)
-        try:
-            torch.autograd.grad(loss, params, ones, retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
+        if _upstream.checkpoints_reentrantly(loss):
             self._give_up("reentrant activation checkpointing")
+        else:
+            ones = torch.ones_like(loss)
+            torch.autograd.grad(loss, params, ones, retain_graph=True, allow_unused=True)
 
     def _give_up(self, why: str) -> None:
         if not self._said:

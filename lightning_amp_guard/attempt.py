@@ -173,12 +173,15 @@ class AttemptEngine:
             lane.shared = False
         if not self._check(lane):
             look()
-            lane.norm = None
+            lane.norm, lane.flags = None, {}
             return None
-        if any([wants() for wants in self.wants_norm]):
+        if self._next_skip_raises(lane):
+            lane.note_finite()
+        wanted = any([wants() for wants in self.wants_norm])
+        if wanted:
             lane.norm = self.total_norm(lane.gradients())
         look()
-        nonfinite, norm = read_verdict(lane)
+        nonfinite, norm = read_verdict(lane) if self.checking or wanted else (False, None)
         reason, answered = None, False
         if nonfinite:
             reason, answered = blame(lane, self.windows, self.ranks)
@@ -187,6 +190,12 @@ class AttemptEngine:
         if reason is None:
             lane.optimizer.step(**kwargs)
         return self._conclude(lane, reason, norm, answered)
+
+    def _next_skip_raises(self, lane: Lane) -> bool:
+        limit = self.settings.max_consecutive_skips
+        if self.settings.error_if_nonfinite:
+            return True
+        return limit is not None and self.tallies[lane.idx].consecutive_skips + 1 >= limit
 
     def _check(self, lane: Lane) -> bool:
         """Unscale and check the lane; return whether there is a gradient, here or on another rank."""
@@ -217,7 +226,7 @@ class AttemptEngine:
         scale, micro_batches = lane.scale, lane.micro_batches
         lane.stage, lane.norm, lane.shared = Stage.STEPPED, None, False
         for cell in lane.cells:
-            cell.consumed = True
+            cell.consumed, cell.spoiled = True, reason is not None
             if self.manual:
                 cell.mark()
         if reason is None:

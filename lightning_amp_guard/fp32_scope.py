@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -45,22 +45,50 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[set[str], lis
 class _Scope:
     """Enters an autocast context around each call of one module; calls may nest."""
 
-    def __init__(self, context: Callable[[], AbstractContextManager[Any]], cast: bool) -> None:
-        self.context, self.cast = context, cast
+    def __init__(
+        self,
+        context: Callable[[], AbstractContextManager[Any]],
+        device: str,
+        was_on: _Calls,
+        cast: bool,
+    ) -> None:
+        self.context, self.device, self.was_on, self.cast = context, device, was_on, cast
         self.entered: list[AbstractContextManager[Any]] = []
 
     def before(self, module: Module, args: Any, kwargs: Any) -> Any:
-        context = self.context()
+        if self.cast:
+            self.was_on.append(torch.is_autocast_enabled(self.device))
+        # "again" only where the chosen module around it has switched it off
+        back = self.cast or (any(self.was_on) and not torch.is_autocast_enabled(self.device))
+        context = self.context() if back else nullcontext()
         context.__enter__()
         self.entered.append(context)
         return _upstream.map_tensors(_to_float32, (args, kwargs)) if self.cast else None
 
     def after(self, module: Module, args: Any, output: Any) -> None:
         if self.entered:
-            self.entered.pop().__exit__(None, None, None)
+            self._leave()
+
+    def _leave(self) -> None:
+        self.entered.pop().__exit__(None, None, None)
+        if self.cast:
+            self.was_on.pop()
+
+    def abandon(self) -> None:
+        """Leave what a KeyboardInterrupt left entered: torch calls no hooks then."""
+        with torch.autocast(self.device, enabled=False):  # gives back the state of now
+            while self.entered:
+                self._leave()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "entered": []}
+
+
+class _Calls(list[bool]):
+    """What the calls under way found, shared by all scopes of a module; copies start empty."""
+
+    def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
+        return _Calls, ()
 
 
 def _to_float32(tensor: Tensor) -> Tensor:
@@ -91,6 +119,7 @@ class Float32Scopes:
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._handles: list[RemovableHandle] = []
+        self._installed: list[_Scope] = []
         self.chosen: dict[str, Module] = {}
         if not patterns:
             return
@@ -103,12 +132,14 @@ class Float32Scopes:
             )
         self._refuse_compiled(module, modules, chosen)
         self.chosen = {name: modules[name] for name in sorted(chosen)}
+        excluded = select(list(modules), [p[1:] for p in patterns if p.startswith("!")])[0]
         off = _AutocastOff(device)
+        was_on = _Calls()  # was autocast on where a chosen module was entered?
         for name, part in modules.items():
             if name in chosen:
-                self._install(part, _Scope(off, cast=True))
-            elif any(name.startswith(f"{parent}.") for parent in chosen):
-                self._install(part, _Scope(autocast, cast=False))
+                self._install(part, _Scope(off, device, was_on, cast=True))
+            elif name in excluded and any(name.startswith(f"{parent}.") for parent in chosen):
+                self._install(part, _Scope(autocast, device, was_on, cast=False))
 
     @staticmethod
     def _refuse_compiled(root: Module, modules: dict[str, Module], chosen: set[str]) -> None:
@@ -125,6 +156,7 @@ class Float32Scopes:
                 )
 
     def _install(self, part: Module, scope: _Scope) -> None:
+        self._installed.append(scope)
         self._handles += [
             part.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True),
             part.register_forward_hook(scope.after, always_call=True),
@@ -134,7 +166,9 @@ class Float32Scopes:
         """Take every hook out again."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        for scope in self._installed:
+            scope.abandon()
+        self._handles, self._installed = [], []
 
 
 class _AutocastOff:

@@ -103,14 +103,14 @@ class SafeFSDPCore(AmpPlugin):
 
     def _norm_over_shards(self, grads: list[Tensor]) -> Tensor:
         """Return the total L2 norm, this rank's shards and the others' together."""
-        root = self.trainer.strategy.model
-        sharded = {id(grad) for grad in _upstream.sharded_grads(root)}
+        strategy = self.trainer.strategy
+        sharded = {id(grad) for grad in _upstream.sharded_grads(strategy.model)}
         parts = [[g for g in grads if (id(g) in sharded) is here] for here in (True, False)]
         ours, whole = [
-            _upstream.total_norm(part).float().to(self.trainer.strategy.root_device) ** 2
-            for part in parts
+            _upstream.total_norm(part).float().to(strategy.root_device) ** 2 for part in parts
         ]
-        dist.all_reduce(ours, group=root.process_group)
+        units = FullyShardedDataParallel.fsdp_modules(strategy.model)
+        dist.all_reduce(ours, group=units[0].process_group)
         return (ours + whole).sqrt()
 
     def _adapted(self, entry: Any) -> Any:
@@ -142,17 +142,16 @@ class SafeFSDPCore(AmpPlugin):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the total L2 norm over all shards. Host sync: none; one all-reduce.
 
-        Raises:
-            MisconfigurationException: There are several optimizers, or the model is no FSDP root.
+        Through FSDP's own method, which clips all parameters together; with several optimizers, or
+        a model that is not wrapped as a whole, in the same way but each optimizer for itself.
         """
         root = self.trainer.strategy.model
-        if not isinstance(root, FullyShardedDataParallel) or len(self.trainer.optimizers) > 1:
-            raise self.fail(
-                f"`{self._name()}`: clipping by norm goes through FSDP's root module, which clips all"
-                " parameters together. Expected one optimizer, and a model wrapped as a whole by"
-                ' `FSDPStrategy`. Use `gradient_clip_algorithm="value"`, which needs no norm.'
-            )
-        norm = root.clip_grad_norm_(clip_val)
+        if isinstance(root, FullyShardedDataParallel) and len(self.trainer.optimizers) == 1:
+            norm = root.clip_grad_norm_(clip_val)
+        else:
+            params = [p for p in self.main_params(optimizer) if p.grad is not None]
+            norm = self._norm_over_shards([p.grad for p in params if p.grad is not None])
+            torch.nn.utils.clip_grads_with_norm_(params, clip_val, norm)
         self._keep_norm(optimizer, norm)
 
     def __repr__(self) -> str:

@@ -39,6 +39,7 @@ class Cell:
         self.marks: list[_upstream.GradMark] = [None] * len(params)
         self.scaled = False  # do gradients, where there are any, carry the scale?
         self.consumed = False  # has an attempt been made on them?
+        self.spoiled = False  # was that attempt skipped?
         self.micro_batches = 0
         self.losses: list[Tensor] = []
         self.nonfinite_loss = False
@@ -55,6 +56,18 @@ class Cell:
         """Return the gradients there are, as plain tensors over the same memory."""
         return _upstream.as_plain([p.grad for p in self.params if p.grad is not None])
 
+    def is_nonzero(self) -> bool:
+        """Return whether a gradient has an element that is not zero. Host sync: one."""
+        return any(_upstream.magnitudes(self.gradients()))
+
+    def was_zeroed(self) -> bool:
+        """Return whether every gradient was set to zero since the last backward pass.
+
+        Host sync: none, or one if they were all written to.
+        """
+        moved = len(_upstream.moved_since(self.params, self.marks))
+        return moved == sum([p.grad is not None for p in self.params]) and not self.is_nonzero()
+
     def mark(self) -> None:
         """Remember identity and version of every gradient."""
         self.marks = _upstream.grad_marks(self.params)
@@ -67,11 +80,12 @@ class Cell:
         """
         self.micro_batches, self.consumed = 0, False
         if not leftovers:
+            self.spoiled = False
             self.losses, self.nonfinite_loss, self.tainted = [], False, []
 
     def is_nonfinite(self) -> bool:
         """Return whether the last check found inf or NaN. Host sync: one."""
-        return self.has_gradients() and read_flags(self.flags)
+        return read_flags(self.flags)
 
     def overflowed_earlier(self, overflows: int) -> bool:
         """Return whether the scale has answered the overflow. Host sync: one if it has moved."""
@@ -103,6 +117,7 @@ class Lane:
     stage: Stage = Stage.OPEN
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
     norm: Tensor | None = None
+    finite: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, flag
     shared: bool = False  # are the flags those of all ranks?
     present: Tensor | None = None  # has any rank a gradient?
 
@@ -114,6 +129,12 @@ class Lane:
         """Return the gradients there are."""
         return [p.grad for cell in self.cells for p in cell.params if p.grad is not None]
 
+    def note_finite(self) -> None:
+        """Note which gradients are finite, before clipping changes them. Host sync: none."""
+        params = [p for cell in self.cells for p in cell.params if p.grad is not None]
+        grads = _upstream.as_plain([p.grad for p in params if p.grad is not None])
+        self.finite = [(p, g.isfinite().all()) for p, g in zip(params, grads, strict=True)]
+
     @property
     def micro_batches(self) -> int:
         """Backward passes that the window holds."""
@@ -122,11 +143,5 @@ class Lane:
     @property
     def scale(self) -> float:
         """The scale that the gradients carried when they were unscaled."""
-        return max((cell.scale for cell in self.cells if cell.has_gradients()), default=1.0)
-
-    @property
-    def window_open(self) -> bool:
-        """Whether a step would consume gradients that no step has consumed so far."""
-        return any(
-            [c.micro_batches > 0 and not c.consumed and c.has_gradients() for c in self.cells]
-        )
+        cells = [cell for cell in self.cells if cell.has_gradients()] or self.cells
+        return max((cell.scale for cell in cells), default=1.0)

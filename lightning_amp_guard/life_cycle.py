@@ -154,6 +154,7 @@ class LifeCycle(Configuration):
         if self.active:
             self._gates = self.saved_gates()
         self.active = False
+        self._probe.loss = None  # left there by an exception before the backward pass
         if self.scaler is not None:
             self.scaler.watcher = None
         for guard in self.guards:
@@ -185,8 +186,11 @@ class LifeCycle(Configuration):
         Raises:
             ScalerStateError: The entry is damaged; the message names the key.
         """
-        if not any(state_dict is done for done in self._handled):
-            self._checkpoint.restore(self, self._adapted(state_dict))
+        for i, done in enumerate(self._handled):
+            if state_dict is done:
+                del self._handled[i]
+                return
+        self._checkpoint.restore(self, self._adapted(state_dict))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add torch's five values under stock's name, so that stock Lightning can resume."""
@@ -198,7 +202,8 @@ class LifeCycle(Configuration):
         """Find and restore the entry when fitting; otherwise leave everything as it is."""
         found = self._checkpoint.find(checkpoint, type(self).__qualname__)
         # Lightning hands the same entries to `load_state_dict` next: done, or not wanted
-        self._handled = [v for v in checkpoint.values() if isinstance(v, dict)]
+        names = (type(self).__qualname__, "native_amp_scaling_state")
+        self._handled = [checkpoint[name] for name in names if name in checkpoint]
         if self.trainer is None or _upstream.is_fitting(self.trainer):
             self._checkpoint.restore(self, self._adapted(found))
 

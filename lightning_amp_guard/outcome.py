@@ -30,9 +30,10 @@ _SENTENCES = {
         ' (`SafeAMP(fp32_modules=["name.of.module"])`).'
     ),
     SkipReason.NONFINITE_GRADIENTS: (
-        "The loss was finite but a gradient was inf or NaN: usually the scaled gradients overflowed"
-        " float16 and the scale backs off by itself; if it goes on, run the module at fault in"
-        ' float32 (`SafeAMP(fp32_modules=["name.of.module"])`) or use `precision="bf16-mixed"`.'
+        "The loss was finite but a gradient was inf or NaN: under float16 the scaled gradients"
+        " usually overflowed, and the scale backs off by itself; if it goes on, use"
+        ' `precision="bf16-mixed"`, or run the module at fault in float32'
+        ' (`SafeAMP(fp32_modules=["name.of.module"])`).'
     ),
     SkipReason.PARTNER_SKIPPED: (
         "Another optimizer of the same `all_or_none` block had a non-finite gradient, so this one"

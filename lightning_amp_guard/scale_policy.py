@@ -7,14 +7,9 @@ import ctypes
 import math
 from dataclasses import dataclass
 
-from lightning_amp_guard.settings import ScaleSettings
+from lightning_amp_guard.settings import LARGEST_SCALE, SMALLEST_SCALE, ScaleSettings
 
 __all__ = ["ScalePolicy", "float32"]
-
-# The smallest scale whose reciprocal is finite and normal in float32.
-_TINY = 2.0**-126
-# The largest float32.
-_HUGE = (2.0 - 2.0**-23) * 2.0**127
 
 
 def float32(value: float) -> float:
@@ -98,8 +93,11 @@ class ScalePolicy:
 
     def clamp(self, scale: float) -> float:
         """Return `scale` moved to the nearest bound where it lies outside."""
-        low, high = self.settings.min_scale or _TINY, self.settings.max_scale or _HUGE
-        return float32(min(max(scale, low, _TINY), high, _HUGE))
+        low, high = (
+            self.settings.min_scale or SMALLEST_SCALE,
+            self.settings.max_scale or LARGEST_SCALE,
+        )
+        return float32(min(max(scale, low, SMALLEST_SCALE), high, LARGEST_SCALE))
 
     def _move(self, scale: float) -> float:
         before, self.scale = self.scale, self.clamp(scale)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from lightning_amp_guard.errors import ScalerStateError
+from lightning_amp_guard.scale_policy import float32
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.settings import ScaleSettings, refuse
 
@@ -73,8 +75,19 @@ def _copy(owner: str, scaler: torch.amp.GradScaler) -> SkipAwareGradScaler:
         made.policy.hysteresis_left = scaler.policy.hysteresis_left
         return made
     made = _make(ScaleSettings())
-    made.load_state_dict(state)
-    if made.get_scale() != state["scale"]:
+    try:
+        made.load_state_dict(state)
+    except ScalerStateError:
+        raise ValueError(
+            refuse(
+                owner,
+                "scaler",
+                scaler,
+                "settings within torch's documented ranges",
+                f"They are {state!r}.",
+            )
+        ) from None
+    if made.get_scale() != float32(state["scale"]):
         raise ValueError(
             refuse(
                 owner,

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["AmpSettings", "ScaleSettings", "refuse"]
+__all__ = ["LARGEST_SCALE", "SMALLEST_SCALE", "AmpSettings", "ScaleSettings", "refuse"]
+
+# Within these the scale and its reciprocal are finite float32 numbers, and not 0.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**128 - 2.0**104
 
 
 def refuse(owner: str, name: str, value: object, expected: str, why: str = "") -> str:
@@ -21,9 +25,13 @@ def real(owner: str, name: str, value: object, expected: str = "a finite number 
     """Return `value` as a float if it is a finite number above zero, else raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(refuse(owner, name, value, expected))
-    if not math.isfinite(value) or value <= 0:
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond every float
+        number = math.inf
+    if not 0 < number < math.inf:
         raise ValueError(refuse(owner, name, value, expected))
-    return float(value)
+    return number
 
 
 def whole(owner: str, name: str, value: object, expected: str = "a whole number above 0") -> int:
@@ -92,7 +100,7 @@ class ScaleSettings:
             for n, v in (("min_scale", self.min_scale), ("max_scale", self.max_scale))
         ]
         checked = ScaleSettings(
-            real(owner, "init_scale", self.init_scale),
+            self._start(owner),
             growth,
             backoff,
             whole(owner, "growth_interval", self.growth_interval),
@@ -102,6 +110,13 @@ class ScaleSettings:
         )
         checked._check_bounds(owner)
         return checked
+
+    def _start(self, owner: str) -> float:
+        start = real(owner, "init_scale", self.init_scale)
+        if not SMALLEST_SCALE <= start <= LARGEST_SCALE:
+            legal = "a number from 2**-126 to 2**127, which float32 and its reciprocal can hold"
+            raise ValueError(refuse(owner, "init_scale", self.init_scale, legal))
+        return start
 
     def _check_bounds(self, owner: str) -> None:
         low, high = self.min_scale or 0.0, self.max_scale or math.inf
@@ -147,8 +162,9 @@ class AmpSettings:
             "Going on in another precision is not available yet.",
         )
         choice(owner, "sync_found_inf", self.sync_found_inf, ("auto", True, False))
-        if self.max_consecutive_skips is not None:
-            whole(
+        limit = self.max_consecutive_skips
+        if limit is not None:
+            limit = whole(
                 owner,
                 "max_consecutive_skips",
                 self.max_consecutive_skips,
@@ -162,7 +178,9 @@ class AmpSettings:
         ):
             flag(owner, name, getattr(self, name))
         patterns = _patterns(owner, self.fp32_modules)
-        return AmpSettings(**{**_as_dict(self), "fp32_modules": patterns})
+        return AmpSettings(
+            **{**_as_dict(self), "fp32_modules": patterns, "max_consecutive_skips": limit}
+        )
 
 
 def _patterns(owner: str, value: object) -> tuple[str, ...]:

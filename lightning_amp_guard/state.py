@@ -58,7 +58,10 @@ def is_dict(value: object) -> bool:
 def is_positive(value: object) -> bool:
     """Return whether `value` is a finite number above 0."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return real and math.isfinite(value) and value > 0  # type: ignore[arg-type,operator]
+    try:
+        return real and 0 < float(value) < math.inf  # type: ignore[arg-type]
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def read_scaler_state(state: object) -> dict[str, Any]:

@@ -39,10 +39,16 @@ def blame(
 
     Host sync: one for the losses and one for the flags of each cell; over ranks one all-reduce.
     """
-    bad = [cell for cell in lane.cells if cell.is_nonfinite()]
-    bad_loss = any([cell.had_nonfinite_loss() for cell in bad])
-    answered = bool(bad) and all([c.overflowed_earlier(windows.overflows) for c in bad])
+    cells = lane.cells
+    bad = [cell.is_nonfinite() for cell in cells]
+    # the gradients of a rank's loss may be held by another rank, so there every loss counts
+    lost = [
+        (b or ranks is not None) and c.had_nonfinite_loss() for b, c in zip(bad, cells, strict=True)
+    ]
+    done = [b and c.overflowed_earlier(windows.overflows) for b, c in zip(bad, cells, strict=True)]
     if ranks is not None:
-        bad_loss, answered = ranks.any(bad_loss, answered)
-    reason = SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS
-    return reason, answered
+        together, n = ranks.any(*bad, *lost, *done), len(cells)
+        bad, lost, done = together[:n], together[n : 2 * n], together[2 * n :]
+    bad_loss = any([b and loss for b, loss in zip(bad, lost, strict=True)])
+    answered = any(bad) and all([d for b, d in zip(bad, done, strict=True) if b])
+    return SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS, answered

@@ -28,7 +28,7 @@ def save_window(engine: AttemptEngine, names: dict[int, str]) -> dict[str, Any] 
         gradients as they are, multiplied by "scale".
     """
     windows, movement = engine.windows, engine.movement
-    held = [c for c in windows.cells if c.micro_batches and not c.consumed and c.has_gradients()]
+    held = windows.unstepped()
     batch = [movement.applied_in_batch, movement.overflowed_in_batch]
     if not held and not any(batch):
         return None
@@ -84,7 +84,13 @@ class SavedWindow:
         self.engine = engine
         self.scale = read(saved, "scale", is_positive, "a finite number above 0")
         self.gradients = read(saved, "gradients", is_dict, "a dict of tensors")
-        self.counts = read(saved, "optimizers", _are_counts, "four values per optimizer")
+        lanes = len(engine.windows.lanes)
+        self.counts = read(
+            saved,
+            "optimizers",
+            lambda value: _are_counts(value) and len(value) == lanes,
+            f"[count, flag, flag, flag] for each of {lanes} optimizers",
+        )
         self.batch = read(saved, "batch", _are_flags, "two flags")
         cells = engine.windows.cells
         self.params = {names[id(p)]: p for c in cells for p in c.params if id(p) in names}

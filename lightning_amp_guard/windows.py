@@ -121,9 +121,12 @@ class GradientWindows:
 
     def _rescale_leftovers(self, cell: Cell) -> None:
         # unscaled but not stepped, the window goes on, unless the gradients were zeroed meanwhile
+        # host reads only where something of the last window might have to be kept
         consumed = cell.consumed
-        if consumed or not any(_upstream.magnitudes(cell.gradients())):
-            cell.restart(leftovers=consumed)
+        if (consumed and not cell.spoiled) or not cell.is_nonzero():
+            cell.restart()
+        elif consumed:
+            cell.restart(leftovers=True)
         if (scale := self.scaler.get_scale()) != 1.0:
             flags = self.scaler.multiply_held_(cell, scale)
             if consumed:
@@ -164,17 +167,28 @@ class GradientWindows:
     def clear(self, lane: Lane) -> None:
         """Forget the last window of a lane that arrives at its step without gradients.
 
-        It may still be judged with others: other ranks, or the partners of a block.
+        It may still be judged with others, other ranks or the partners of a block, so nothing is left
+        to unscale: the verdict stands. Losses of this window count: a rank may hold no shard.
         """
         for cell in lane.cells:
-            cell.restart()
-        lane.flags = {}
+            if cell.consumed:
+                cell.restart()
+            cell.overflows_before, cell.scale = self.overflows, self.scaler.get_scale()
+        lane.flags, lane.stage = {}, Stage.UNSCALED
 
     # ------------------------------------------------------------------ the scale moves
 
     def held(self) -> list[Cell]:
         """Return the cells with scaled gradients that no step has consumed. Host sync: none."""
         return [cell for cell in self.cells if cell.scaled and cell.has_gradients()]
+
+    def unstepped(self) -> list[Cell]:
+        """Return the cells with gradients of backward passes that no attempt has been made on.
+
+        Held ones, and those unscaled ahead of a step that is yet to come; not what a step left
+        behind. Host sync: none.
+        """
+        return [c for c in self.cells if c.micro_batches and not c.consumed and c.has_gradients()]
 
     def move(self, ratio: float) -> None:
         """Multiply held gradients by `ratio`; at an overflow, remember which had overflowed too.

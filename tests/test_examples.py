@@ -3,6 +3,7 @@
 
 import importlib.util
 import re
+import socket
 import time
 from pathlib import Path
 from types import ModuleType
@@ -82,3 +83,33 @@ def test_gan_gradients_arrive_whole_under_safe_amp_and_mixed_under_stock(
     printed = capsys.readouterr().out
     assert re.search(r"^generator +56 .* 1 to 1 +0$", printed, re.MULTILINE)
     assert re.search(r"^final scale [\d,]+$", printed, re.MULTILINE)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(60)
+def test_two_ranks_part_under_stock_and_stay_together_under_safe_amp(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        # Lightning leaves the port it chose in the environment; so the environment is restored.
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    two_ranks = load_example("two_ranks")
+    started = time.perf_counter()
+    results = two_ranks.main()
+    assert time.perf_counter() - started < 40
+
+    facts = ("final scale", "attempted", "applied", "skipped")
+    table = {name: [[seen[f] for f in facts] for seen in pair] for name, pair in results.items()}
+    batches, loud = two_ranks.BATCHES, len(two_ranks.LOUD)
+    untouched, halved = [2**16, batches, batches, 0], [2**14, batches, batches - loud, loud]
+    assert table == {"stock": [untouched, halved], "SafeAMP": [halved, halved]}
+
+    heads = {name: [seen["head"] for seen in pair] for name, pair in results.items()}
+    assert heads["SafeAMP"][0] == heads["SafeAMP"][1]
+    assert heads["stock"][0] != heads["stock"][1]
+
+    printed = capsys.readouterr().out
+    assert re.search(r"^final scale +65,536 +16,384 +16,384 +16,384$", printed, re.MULTILINE)
+    assert re.search(r"^skipped +0 +2 +2 +2$", printed, re.MULTILINE)
+    assert re.search(r"^shared weights differ by +0\.\d+ +0$", printed, re.MULTILINE)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import callbacks as lightning_callbacks
@@ -26,19 +28,22 @@ class AveragingGateCore(GuardCore):
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
         self._patches: list[InstancePatch] = []
-        self.applied_since_step = False
-        self.applied_since_epoch = False
-        self.applied_since_swa = False
+        self._fresh: list[Fresh] = []
 
     def attach(self, host: Host) -> None:
         """Stand before the averaging callbacks of this fit."""
+        self.detach()
         super().attach(host)
-        self.applied_since_step = self.applied_since_epoch = self.applied_since_swa = False
+        self._fresh = []
         for callback in host.trainer.callbacks:
             if isinstance(callback, self.averaging):
-                self._patches.append(InstancePatch(callback, "should_update", self._should_update))
+                self._stand_before(callback, "should_update", _should_update)
             elif isinstance(callback, self.swa):
-                self._patches.append(InstancePatch(callback, "update_parameters", self._sample))
+                self._stand_before(callback, "update_parameters", _sample)
+
+    def _stand_before(self, callback: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        self._fresh.append(Fresh())
+        self._patches.append(InstancePatch(callback, name, partial(wrapper, self._fresh[-1])))
 
     def detach(self) -> None:
         """Give the callbacks their methods back."""
@@ -50,46 +55,66 @@ class AveragingGateCore(GuardCore):
     def after_outcome(self, outcome: StepOutcome) -> None:
         """Remember whether there is anything new to sample."""
         if outcome.applied:
-            self.applied_since_step = self.applied_since_epoch = self.applied_since_swa = True
+            for fresh in self._fresh:
+                fresh.by_step = fresh.by_epoch = True
 
-    def _should_update(
-        self,
-        asked: Callable[..., bool],
-        step_idx: int | None = None,
-        epoch_idx: int | None = None,
-    ) -> bool:
-        if step_idx is not None:
-            fresh, self.applied_since_step = self.applied_since_step, False
-        else:
-            fresh, self.applied_since_epoch = self.applied_since_epoch, False
-        # asked even when nothing is new: a user's `should_update` may count the questions
-        return asked(step_idx=step_idx, epoch_idx=epoch_idx) and fresh
-
-    def _sample(
-        self, update: Callable[..., None], average: Any, model: Any, n_averaged: Any, avg_fn: Any
-    ) -> None:
-        # the first sample replaces the average, which would be the initial weights without it
-        if self.applied_since_swa or int(n_averaged) == 0:
-            self.applied_since_swa = False
-            update(average, model, n_averaged, avg_fn)
-
-    def save(self) -> list[bool]:
-        """Return the flags: anything applied since the last step, epoch and SWA sample?"""
-        return [self.applied_since_step, self.applied_since_epoch, self.applied_since_swa]
+    def save(self) -> list[list[bool]]:
+        """Return, per callback: anything applied since it was last asked by step, by epoch?"""
+        return [[fresh.by_step, fresh.by_epoch] for fresh in self._fresh]
 
     def load(self, saved: Any) -> None:
         """Take up the flags that `save` returned."""
-        legal = isinstance(saved, list) and len(saved) == 3
-        if not legal or not all(isinstance(f, bool) for f in saved):
+        flags = saved if isinstance(saved, list) else [saved]
+        if not all(
+            isinstance(f, list) and len(f) == 2 and all(isinstance(b, bool) for b in f)
+            for f in flags
+        ):
             raise ScalerStateError(
                 f'The checkpoint\'s scaler state is damaged: "gates" holds {saved!r} for weight'
-                " averages, expected a list of three flags."
+                " averages, expected a list of two flags for each."
             )
-        self.applied_since_step, self.applied_since_epoch, self.applied_since_swa = saved
+        for fresh, (by_step, by_epoch) in zip(self._fresh, flags, strict=False):
+            fresh.by_step, fresh.by_epoch = by_step, by_epoch
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings; what belongs to a running fit stays behind."""
-        return {**super().__getstate__(), "_patches": []}
+        return {**super().__getstate__(), "_patches": [], "_fresh": []}
+
+
+@dataclass
+class Fresh:
+    """Whether an update was applied since one callback was last asked, by step and by epoch."""
+
+    by_step: bool = False
+    by_epoch: bool = False
+
+
+def _should_update(
+    fresh: Fresh,
+    asked: Callable[..., bool],
+    step_idx: int | None = None,
+    epoch_idx: int | None = None,
+) -> bool:
+    if step_idx is not None:
+        new, fresh.by_step = fresh.by_step, False
+    else:
+        new, fresh.by_epoch = fresh.by_epoch, False
+    # asked even when nothing is new: a user's `should_update` may count the questions
+    return asked(step_idx=step_idx, epoch_idx=epoch_idx) and new
+
+
+def _sample(
+    fresh: Fresh,
+    update: Callable[..., None],
+    average_model: Any,
+    model: Any,
+    n_averaged: Any,
+    avg_fn: Any,
+) -> None:
+    # the first sample replaces the average, which would be the initial weights without it
+    if fresh.by_epoch or int(n_averaged) == 0:
+        fresh.by_epoch = False
+        update(average_model, model, n_averaged, avg_fn)
 
 
 def averaging_callbacks(namespace: Any) -> tuple[tuple[type, ...], tuple[type, ...]]:
@@ -112,7 +137,7 @@ class AveragingGate(AveragingGateCore, Guard):
         enabled: `False` lets them sample as in stock Lightning.
 
     Runs: after each attempt, and when a callback is about to sample.
-    Keeps: three flags in the plugin's checkpoint entry.
+    Keeps: two flags per averaging callback in the plugin's checkpoint entry.
     Host sync: none; one per SWA sample.
     """
 

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.outcome import StepTally
+from lightning_amp_guard.scale_policy import float32
 from lightning_amp_guard.settings import flag
 from lightning_amp_guard.state import (
     SCALER_KEYS,
@@ -63,7 +64,7 @@ class ScalerCheckpointCore(GuardCore):
         lost = self._why_lost(host)
         if lost is None:
             return save_window(host.engine, host.parameter_names())
-        if host.engine.windows.held() and not self._warned:
+        if host.engine.windows.unstepped() and not self._warned:
             self._warned = True
             host.warn(
                 "`ScalerCheckpoint`: a checkpoint is written inside an accumulation window"
@@ -134,16 +135,20 @@ class ScalerCheckpointCore(GuardCore):
         left = None
         if "hysteresis_left" in entry:
             left = read(entry, "hysteresis_left", is_count, "a whole number of at least 0")
+        reopen = None
+        if window is not None and host.engine is not None:
+            reopen = SavedWindow(host.engine, window, host.parameter_names())
+        for guard in host.guards:
+            if guard.name in gates:
+                guard.load(gates[guard.name])
+        # whatever is damaged has been found by now, with scale and tallies as they were
         self._restore_scaler(host, scaler)
         if left is not None and host.scaler is not None:
             policy = host.scaler.policy
             policy.hysteresis_left = min(left, policy.settings.hysteresis)
         host.tallies[:] = counted
-        for guard in host.guards:
-            if guard.name in gates:
-                guard.load(gates[guard.name])
-        if window is not None and host.engine is not None:
-            host.engine.reopen = SavedWindow(host.engine, window, host.parameter_names())
+        if host.engine is not None:
+            host.engine.reopen = reopen
 
     @staticmethod
     def _restore_scaler(host: Host, five: Any) -> None:
@@ -161,7 +166,7 @@ class ScalerCheckpointCore(GuardCore):
         differ = [
             f"{k}={state[k]} (not {before[k]})" for k in SCALER_KEYS[1:4] if state[k] != before[k]
         ]
-        if host.scaler.get_scale() != state["scale"]:
+        if host.scaler.get_scale() != float32(state["scale"]):
             differ.append(f"scale={state['scale']} moved to the bound {host.scaler.get_scale()}")
         if differ:
             host.info("Resumed with the checkpoint's scaler settings: " + ", ".join(differ) + ".")

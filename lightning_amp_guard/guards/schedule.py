@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,9 @@ class SchedulerGateCore(GuardCore):
 
     def attach(self, host: Host) -> None:
         """Stand before the schedulers of this fit."""
+        self.detach()
         super().attach(host)
-        self._turns.clear()
+        self._pending = []
         if host.module.automatic_optimization:
             self._patch = InstancePatch.once(host.module, "lr_scheduler_step", self._at_turn)
         self._follow()
@@ -62,6 +64,9 @@ class SchedulerGateCore(GuardCore):
             if optimizer == outcome.optimizer_idx:
                 turn.applied |= outcome.applied
                 turn.skipped |= not outcome.applied
+        if not outcome.applied and self.host is not None:
+            lane = self.host.running().windows.lanes[outcome.optimizer_idx]
+            _upstream.count_as_stepped(lane.optimizer)
 
     def _follow(self) -> list[tuple[Turn, int | None]]:
         """Return the turns of the schedulers there are now, callbacks may have swapped them."""
@@ -119,10 +124,13 @@ class SchedulerGateCore(GuardCore):
         def reduce(self: Any, protocol: Any) -> Any:
             reduced: Any = object.__reduce_ex__(self, protocol)
             made, args, *rest = reduced
+            # pickle compares the class that `__newobj__` makes with the object's own
+            made = _new if made is copyreg.__newobj__ else made  # type: ignore[attr-defined]
             return made, tuple(kind if a is gated else a for a in args), *rest
 
         names = {"step": step, "__reduce_ex__": reduce, "__module__": kind.__module__}
-        gated = type(kind.__name__, (kind,), {**names, "__qualname__": kind.__qualname__})
+        names |= {"__qualname__": kind.__qualname__, "__slots__": ()}  # no other layout
+        gated = type(kind.__name__, (kind,), names)
         scheduler.__class__ = gated
         self._swapped.append((scheduler, kind))
 
@@ -148,11 +156,12 @@ class SchedulerGateCore(GuardCore):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings; what belongs to a running fit stays behind."""
-        return {"enabled": self.enabled}
+        fresh: dict[str, Any] = {"_turns": [], "_pending": [], "_patch": None, "_swapped": []}
+        return {**super().__getstate__(), **fresh}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start without a fit."""
-        self.__init__(**state)  # type: ignore[misc]
+
+def _new(kind: type, *args: Any) -> Any:
+    return kind.__new__(kind, *args)
 
 
 class SchedulerGate(SchedulerGateCore, Guard):

@@ -22,9 +22,11 @@ class WindowGuardCore(GuardCore):
     def must_wait(self, windows: GradientWindows) -> bool:
         """Return whether an optimizer holds gradients that no step has consumed.
 
-        What a step left behind and another's backward pass rescaled is no window of anybody's.
+        What a step left behind and another's backward pass rescaled is no window of anybody's, nor
+        is what `zero_grad(set_to_none=False)` leaves.
         """
-        return any([cell.micro_batches > 0 for cell in windows.held()])
+        open_cells = [cell for cell in windows.held() if cell.micro_batches > 0]
+        return not all([cell.was_zeroed() for cell in open_cells])
 
     def may_grow(self, windows: GradientWindows, factor: float) -> bool:
         """Return whether held gradients stay finite when multiplied by `factor`."""
