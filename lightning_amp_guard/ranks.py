@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
 
-__all__ = ["DdpSpread", "RankAgreement"]
+__all__ = ["DdpSpread", "RankAgreement", "total"]
 
 
 class RankAgreement:
@@ -51,6 +51,18 @@ class RankAgreement:
             both[0].add_(flag.to(self.device))
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         return both[0], both[1]
+
+
+def total(counts: Sequence[int], device: torch.device) -> list[int]:
+    """Return each count summed over all ranks, or as it is in one process.
+
+    All ranks have to call it. Host sync: one; one all-reduce.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(counts)
+    together = torch.tensor(counts, dtype=torch.int64, device=device)
+    dist.all_reduce(together)
+    return [int(count) for count in together.tolist()]
 
 
 class DdpSpread:

@@ -13,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_amp_guard import AmpGuardWarning, SafeAMP, SkipLimitError
+from lightning_amp_guard import AmpGuardWarning, SafeAMP, SkipLimitError, _upstream
+from lightning_amp_guard.ranks import total
 from tests.distributed.harness import Pair
 from tests.helpers import BAD, GOOD, NAN_LOSS, NONE, Line, PlantedOverflow, fit, make_trainer
 
@@ -109,6 +110,17 @@ class Thawed(Beside):
 
     def on_train_start(self):
         self.side.requires_grad_(True)
+
+
+class ThawedLater(Thawed):
+    """The optimizer gets the second weight only then, as Lightning's `BaseFinetuning` does it."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.lin.parameters(), lr=0.5)
+
+    def on_train_start(self):
+        super().on_train_start()
+        self.trainer.optimizers[0].add_param_group({"params": list(self.side.parameters())})
 
 
 class Branches(Traced):
@@ -243,6 +255,10 @@ def thawed_parameter_overflows(rank, folder):
     return told(Thawed([GOOD, BAD] if rank else []), rank)
 
 
+def parameter_thawed_later_overflows(rank, folder):
+    return told(ThawedLater([GOOD, BAD] if rank else []), rank)
+
+
 def manual_without_sync(rank, folder):
     return told(Manual([GOOD, BAD, NAN_LOSS] if rank else [], sync=False), rank)
 
@@ -331,6 +347,26 @@ def compressed(rank, folder):
     return answers
 
 
+def precision_of_rank_0(rank, folder):
+    """Rank 0 has native float16 alone, rank 1 native bfloat16 alone."""
+    real, _upstream.native_low_precision = (
+        _upstream.native_low_precision,
+        lambda device: (
+            rank == 1,
+            rank == 0,
+        ),
+    )
+    try:
+        trainer = two_ranks(Traced(), rank, plugin=SafeAMP("auto"))
+    finally:
+        _upstream.native_low_precision = real
+    return trainer.precision_plugin.precision
+
+
+def counts_over_ranks(rank, folder):
+    return total([2**40 + rank, 3 * rank], torch.device("cpu"))
+
+
 def skip_limit(rank, folder):
     plan = [GOOD, BAD, BAD, BAD] if rank else []
     with pytest.raises(SkipLimitError) as caught:
@@ -367,6 +403,7 @@ CHECKS = [
     other_branch_overflows,
     ignored_parameter_overflows,
     thawed_parameter_overflows,
+    parameter_thawed_later_overflows,
     manual_without_sync,
     bfloat16_without_sync,
     rank_without_gradients,
@@ -379,6 +416,8 @@ CHECKS = [
     reductions,
     opted_out,
     compressed,
+    precision_of_rank_0,
+    counts_over_ranks,
     skip_limit,
     saved_inside_window,
     saved_by_two,
@@ -453,7 +492,14 @@ def test_branch_that_one_rank_does_not_use_is_skipped_on_both(pair):
     assert first["weights"] == [[7.75, 7.25], [7.75, 7.25], [7.5, 6.5], [7.25, 5.75]]
 
 
-@pytest.mark.parametrize("check", [ignored_parameter_overflows, thawed_parameter_overflows])
+@pytest.mark.parametrize(
+    "check",
+    [
+        ignored_parameter_overflows,
+        thawed_parameter_overflows,
+        parameter_thawed_later_overflows,
+    ],
+)
 def test_gradient_that_ddp_does_not_reduce_is_skipped_on_both(pair, check):
     first, second = pair(check)
     assert_equal_but_for_weights(first, second)
@@ -582,6 +628,15 @@ def test_compression_hook_gets_one_warning_that_explains_its_overflows(pair):
     (warning,) = answers[0]["bf16_compress_without_nccl"]["warnings"]
     assert "rounds them to 8 bits" in warning
     assert not answers[1]["fp16_compress_hook"]["warnings"]  # rank 0 speaks for all
+
+
+def test_all_ranks_take_the_precision_that_rank_0_chose(pair):
+    assert pair(precision_of_rank_0) == ["16-mixed"] * 2
+
+
+def test_counts_are_summed_exactly(pair):
+    assert pair(counts_over_ranks) == [[2**41 + 1, 3]] * 2
+    assert total([5, 7], torch.device("cpu")) == [5, 7]  # one process
 
 
 def test_skip_limit_is_reached_on_both_ranks(pair):

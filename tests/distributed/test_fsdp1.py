@@ -589,6 +589,12 @@ def test_module_that_is_no_unit_is_refused_in_fp32_modules(pair):
             assert part in message
 
 
+def test_safe_amp_under_fsdp1_is_refused_with_the_way_out():
+    with pytest.raises(TypeError, match="FSDPPrecision") as caught:
+        make_trainer(SafeAMP(), devices=2, strategy=CpuFsdp())
+    assert "SafeFSDP" in str(caught.value)
+
+
 def test_model_without_units_is_refused_at_setup():
     with pytest.raises(MisconfigurationException, match="no FSDP1 unit") as caught:
         fit(Rows(), SafeFSDP(), data=joint_data(1))
