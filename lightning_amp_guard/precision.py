@@ -89,7 +89,10 @@ class SafeAMP(SafeAMPCore, MixedPrecision):  # type: ignore[misc]  # the mixin t
         weight_cache: Let autocast keep each weight's cast within one forward pass. Saves casts when
             a weight is used several times, but sums its gradient in float16 on the cast: 4096 ones
             gave 2048, and 16 times 8192 gave inf.
-        sync_found_inf: "auto", True or False; whether ranks agree by an extra all-reduce.
+        sync_found_inf: Whether ranks agree by an all-reduce of their own. "auto" adds one of two
+            numbers per attempt, except under plain DDP in automatic optimization (no communication
+            hook, no ignored or later-thawed parameters), where the gradients spread an inf; after a
+            skip one more agrees the blame. False: ranks may part.
 
     Raises:
         ValueError: An argument is out of range; the message names it.

@@ -208,7 +208,7 @@ class Reference:
         self.scale, self.tracker, self.answers = program.init_scale, 0, 0
         self.applied = self.overflowed = False
         # nets whose gradient: no step has seen; was not finite when the scale last backed off; comes
-        # from a loss that was itself not finite
+        # from a loss that was itself not finite, and was not applied
         self.unseen, self.answered, self.blamed = set(), set(), set()
         self.carried = {}  # the scale at which a net's gradients were unscaled last
         self.outcomes = []
@@ -294,6 +294,7 @@ class Reference:
         if reason is None:
             self.optimizers[optimizer].step()
             self.applied = True
+            self.blamed.difference_update(nets)
         carried = self.carry(optimizer)
         backs_off = {SkipReason.NONFINITE_GRADIENTS}
         if self.program.backoff_on_nonfinite_loss:
@@ -301,7 +302,6 @@ class Reference:
         if reason in backs_off:
             self.overflow(answered or answers != self.answers)
         self.unseen.difference_update(nets)
-        self.blamed -= set(nets) - self.nonfinite(nets)
         self.outcomes.append((optimizer, reason is None, reason, carried, self.scale))
 
     def overflow(self, answered):

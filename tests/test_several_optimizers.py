@@ -410,6 +410,19 @@ def overflow_stepped_twice_around_anothers_backward(nets, x, i):
         optimizer.zero_grad()
 
 
+def overflow_clipped_before_anothers_turns(nets, x, i):
+    a, b = nets.optimizers()
+    nets.backward_of("ab", x, bad="ab" if i == 0 else "")
+    nets.clip_gradients(a, 1000.0, "norm")
+    for _ in range(2):
+        b.step()
+        b.zero_grad()
+        nets.backward_of("b", x)
+    a.step()
+    for optimizer in (a, b):
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("step", "owned"),
     [
@@ -417,6 +430,9 @@ def overflow_stepped_twice_around_anothers_backward(nets, x, i):
         pytest.param(overflow_in("c"), ("ac", "bc"), id="in a shared parameter"),
         pytest.param(overflow_in("abc"), ("ac", "bc"), id="in all with a shared parameter"),
         pytest.param(overflow_in_both_clipped_first, ("a", "b"), id="both clipped before"),
+        pytest.param(
+            overflow_clipped_before_anothers_turns, ("a", "b"), id="clipped before another's turns"
+        ),
         pytest.param(overflow_held_over_batches, ("a", "b"), id="held over batches"),
         pytest.param(overflow_stepped_twice, ("a", "b"), id="stepped twice"),
         pytest.param(
@@ -436,6 +452,24 @@ def test_outcome_names_the_scale_that_its_gradients_carried():
     """Both were unscaled at 64; the scale has fallen to 32 when b steps."""
     nets = run(overflow_in_both_clipped_first, 1)
     assert nets.verdicts() == [(0, GRADIENTS, 64.0, 32.0), (1, GRADIENTS, 64.0, 32.0)]
+
+
+def test_answered_overflow_leaves_the_growth_counter_at_the_lowest_scale_too():
+    """a overflows at scale 1 and is never zeroed; its second skip, in batch 2, is no new overflow."""
+
+    def step(nets, x, i):
+        a, b = nets.optimizers()
+        if i == 0:
+            nets.backward_of("a", x, bad="a")
+        if i % 2:
+            nets.backward_of("b", x)
+            b.step()
+            b.zero_grad()
+        else:
+            a.step()
+
+    nets = run(step, 4, plugin=safe(init_scale=1.0, growth_interval=2))
+    assert nets.scales == [1.0, 1.0, 1.0, 2.0]
 
 
 def test_overflow_at_the_new_scale_backs_off_again():
