@@ -26,6 +26,8 @@ def alarm(
     lane: Lane,
     names: dict[int, str],
     culprit: str | None = None,
+    *,
+    scaling: bool = True,
 ) -> AmpGuardError | None:
     """Return the error that a skip ends the run with, or `None` to go on. Host sync: one if so.
 
@@ -37,6 +39,7 @@ def alarm(
         lane: The optimizer's lane, which noted the gradients before they were clipped.
         names: Parameter names by `id`.
         culprit: The module to blame, where something located it.
+        scaling: Whether losses are scaled (FP16); under bfloat16 no scale can help.
     """
     limit = settings.max_consecutive_skips
     if settings.error_if_nonfinite:
@@ -44,7 +47,7 @@ def alarm(
         return NonFiniteGradientError(
             f"`{owner}(error_if_nonfinite=True)`: attempt {outcome.attempt} of optimizer"
             f" {outcome.optimizer_idx} was skipped at scale {outcome.scale:g}: {_what(outcome)}, with"
-            f" non-finite gradients in {shown}. {_remedy(outcome, owner, culprit)}",
+            f" non-finite gradients in {shown}. {_remedy(outcome, owner, culprit, scaling)}",
             outcome,
         )
     if limit is None or tally.consecutive_skips < limit:
@@ -53,8 +56,8 @@ def alarm(
     return SkipLimitError(
         f"`{owner}(max_consecutive_skips={limit})`: optimizer {outcome.optimizer_idx} skipped"
         f" {tally.consecutive_skips} updates in a row, the last (attempt {outcome.attempt}) at scale"
-        f" {outcome.scale:g}: {_what(outcome)}, with non-finite gradients in {shown}. Expected"
-        f" overflows to end once the scale has backed off. {_remedy(outcome, owner, culprit)}",
+        f" {outcome.scale:g}: {_what(outcome)}, with non-finite gradients in {shown}."
+        f" {_expected(outcome, scaling)} {_remedy(outcome, owner, culprit, scaling)}",
         outcome,
     )
 
@@ -68,12 +71,20 @@ def _what(outcome: StepOutcome) -> str:
     }[outcome.reason]
 
 
-def _remedy(outcome: StepOutcome, owner: str, culprit: str | None) -> str:
+def _expected(outcome: StepOutcome, scaling: bool) -> str:
+    if scaling and outcome.reason is SkipReason.NONFINITE_GRADIENTS:
+        return "Expected overflows to end once the scale has backed off."
+    return "Expected finite values: they do not depend on the scale."
+
+
+def _remedy(outcome: StepOutcome, owner: str, culprit: str | None, scaling: bool) -> str:
     if outcome.reason is SkipReason.PARTNER_SKIPPED:
         return "Look at the outcomes of the optimizers it is held together with."
     first = {
         SkipReason.NONFINITE_LOSS: "Look for inf or NaN in the batch, or run",
-        SkipReason.NONFINITE_GRADIENTS: 'Use `precision="bf16-mixed"`, or run',
+        SkipReason.NONFINITE_GRADIENTS: (
+            'Use `precision="bf16-mixed"`, or run' if scaling else "Run"
+        ),
     }[outcome.reason or SkipReason.NONFINITE_GRADIENTS]
     module = culprit or "name.of.module"
     return f'{first} the module at fault in float32: `{owner}(fp32_modules=["{module}"])`'

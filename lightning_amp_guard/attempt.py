@@ -199,6 +199,7 @@ class AttemptEngine:
 
     def _check(self, lane: Lane) -> bool:
         """Unscale and check the lane; return whether there is a gradient, here or on another rank."""
+        self.windows.refresh()
         present = lane.has_gradients()
         if not self.checking:
             return present

@@ -13,7 +13,7 @@ from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardWarning
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.scaler_choice import choose_scaler
-from lightning_amp_guard.settings import AmpSettings, ScaleSettings
+from lightning_amp_guard.settings import AmpSettings, ScaleSettings, refuse
 
 __all__ = ["Configuration"]
 
@@ -147,8 +147,12 @@ class Configuration:
 
 
 def _checked_device(owner: str, device: object) -> str | None:
-    if device is None or isinstance(device, str):
-        return torch.device(device).type if device else None
-    raise TypeError(
-        f'`{owner}(device={device!r})`: expected a device type such as "cuda", or None.'
-    )
+    expected = 'a device type such as "cuda", or None'
+    if device is None:
+        return None
+    if not isinstance(device, str):
+        raise TypeError(refuse(owner, "device", device, expected))
+    try:
+        return torch.device(device).type
+    except RuntimeError:
+        raise ValueError(refuse(owner, "device", device, expected)) from None

@@ -188,6 +188,7 @@ class AmpPlugin(LifeCycle):
             self._name(),
             self.engine.windows.lanes[idx],
             self.parameter_names(),
+            scaling=self.scaler is not None,
         )
         if error is not None:
             # a checkpoint written because of the error must not end the resumed run at once

@@ -47,7 +47,7 @@ class GradientWindows:
         self.cells: list[Cell] = []
         self.pending: Tensor | None = None
         self.overflows = 0
-        self._sizes: list[tuple[Lane, list[int]]] = []
+        self._known: list[tuple[Lane, list[list[int]]]] = []
         self.refresh()
 
     def lane(self, optimizer: Any) -> Lane | None:
@@ -65,11 +65,13 @@ class GradientWindows:
         self.refresh()
 
     def refresh(self) -> None:
-        """Sort the parameters into cells anew if a parameter group was added."""
-        sizes = [(x, [len(g["params"]) for g in x.optimizer.param_groups]) for x in self.lanes]
-        if sizes == self._sizes:
+        """Sort the parameters into cells anew if parameters were added, removed or replaced."""
+        known = [
+            (x, [list(map(id, g["params"])) for g in x.optimizer.param_groups]) for x in self.lanes
+        ]
+        if known == self._known:
             return
-        self._sizes = sizes
+        self._known = known
         owners: dict[Tensor, tuple[int, ...]] = {}
         for lane in self.lanes:
             for param in _upstream.all_params(lane.optimizer.param_groups):
@@ -107,6 +109,7 @@ class GradientWindows:
 
         Host sync: none.
         """
+        self.refresh()
         for cell in self.cells:
             if not cell.has_gradients():
                 cell.restart()
@@ -127,9 +130,10 @@ class GradientWindows:
             cell.restart()
         elif consumed:
             cell.restart(leftovers=True)
-        if (scale := self.scaler.get_scale()) != 1.0:
+        answered = cell.spoiled or cell.overflows_before != self.overflows
+        if (scale := self.scaler.get_scale()) != 1.0 or (answered and self.scaling):
             flags = self.scaler.multiply_held_(cell, scale)
-            if consumed:
+            if answered:
                 cell.tainted = list(flags.values())
         cell.mark()
 

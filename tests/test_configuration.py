@@ -70,3 +70,9 @@ def test_device_other_than_the_trainers_is_refused():
     with pytest.raises(MisconfigurationException, match="the Trainer runs on 'cpu'") as caught:
         SafeAMP(device="cuda").resolve(trainer_on("cpu"))
     assert "Leave `device` out" in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["nope", ""])
+def test_device_that_torch_does_not_know_is_named(device):
+    with pytest.raises(ValueError, match=r"SafeAMP\(device="):
+        SafeAMP(device=device)

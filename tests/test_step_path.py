@@ -1291,3 +1291,40 @@ def test_the_learning_rate_finder_leaves_scale_and_tallies_as_they_were(used, tm
     assert [o.attempt for o in model.outcomes] == [tally.attempted, tally.attempted + 1]
     # two clean batches since the scale last moved, or the one of the earlier fit and one more
     assert scales(model) == ([SCALE / 2, SCALE] if used else [SCALE, SCALE])
+
+
+# ---------------------------------------------------------------------- parameters that change
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_parameter_replaced_in_its_group_is_unscaled_and_checked(at, accumulate):
+    """As densification and pruning do: another parameter in the same place of the group."""
+
+    class Replaces(Line):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == at:
+                new = torch.nn.Parameter(self.lin.weight.detach().clone())
+                self.lin.weight = new
+                self.trainer.optimizers[0].param_groups[0]["params"] = [new]
+
+    ours, stock = Replaces(), Replaces()
+    fit(ours, SafeAMP(init_scale=64.0), 4, accumulate_grad_batches=accumulate)
+    fit(stock, stock_plugin(init_scale=64.0), 4, accumulate_grad_batches=accumulate)
+    assert ours.weight == stock.weight
+
+
+def test_a_group_added_beside_frozen_parameters_is_trained():
+    class Adds(Line):
+        def __init__(self):
+            super().__init__(make_optimizer=lambda _: torch.optim.SGD(self.idle.parameters(), 0.5))
+            self.idle = torch.nn.Linear(1, 1)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 1:
+                self.trainer.optimizers[0].add_param_group({"params": [self.lin.weight]})
+
+    model, plugin = Adds(), SafeAMP(init_scale=64.0)
+    fit(model, plugin, 3)
+    assert model.weight == 7.0  # batches 1 and 2
+    assert plugin.tally.applied == 2

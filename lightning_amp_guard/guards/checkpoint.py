@@ -147,6 +147,9 @@ class ScalerCheckpointCore(GuardCore):
             policy = host.scaler.policy
             policy.hysteresis_left = min(left, policy.settings.hysteresis)
         host.tallies[:] = counted
+        # written before the first fit, or with fewer optimizers: the others begin at zero
+        lanes = 0 if host.engine is None else len(host.engine.windows.lanes)
+        host.tallies += [StepTally() for _ in range(lanes - len(counted))]
         if host.engine is not None:
             host.engine.reopen = reopen
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class DtypeGuardCore(GuardCore):
         dtypes = {
             f"{key!r} ({value.dtype})"
             for state in optimizer.state.values()
+            if isinstance(state, Mapping)  # some optimizers keep counts of their own beside it
             for key, value in state.items()
             if isinstance(value, Tensor) and value.dtype in _HALF
         }

@@ -173,7 +173,8 @@ class SchedulerGate(SchedulerGateCore, Guard):
     an overridden `lr_scheduler_step`) only if an update of its optimizer was applied since its
     previous turn. In manual optimization your `scheduler.step()` does nothing if every attempt
     since the previous call was skipped; with no attempt at all it passes. Schedulers of optimizers
-    that the plugin does not step are left alone, and their `state_dict` is untouched.
+    that the plugin does not step are left alone (steps by `plugin.scaler.step`, past Lightning, too),
+    and their `state_dict` is untouched.
 
     Args:
         enabled: `False` lets schedules advance as in stock Lightning.

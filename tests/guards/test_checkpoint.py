@@ -1251,3 +1251,17 @@ def test_resumed_run_does_not_hold_on_to_the_checkpoint(tmp_path):
     fit(Watches(), plugin(), ckpt_path=path, max_epochs=2)
     # Lightning drops it before the first batch, to give the memory back
     assert kept[1] is None
+
+
+def test_checkpoint_written_without_a_fit_can_be_resumed(tmp_path):
+    class Validates(Line):
+        def validation_step(self, batch, batch_idx):
+            return self.lin(batch[0]).mean()
+
+    trainer = make_trainer(SafeAMP(init_scale=64.0))
+    trainer.validate(Validates(), batches(1), verbose=False)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    model, plugin = Line(), SafeAMP(init_scale=64.0)
+    fit(model, plugin, 2, ckpt_path=tmp_path / "x.ckpt")
+    assert model.weight == 7.0
+    assert plugin.tally.applied == 2

@@ -240,3 +240,14 @@ def test_disabled_guard_says_nothing():
     guards = [DtypeGuard(enabled=False)]
     fit(model, plugin(), data=HalfBatches(lambda x: [x]), callbacks=guards)
     assert model.weight == 6.5
+
+
+def test_optimizer_state_that_is_no_dict_is_passed_by():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            self.state["count"] = 1
+            return super().step(closure)
+
+    model = Line(make_optimizer=lambda p: Counting(p, lr=0.5))
+    fit(model, SafeAMP(init_scale=64.0), 2)
+    assert model.weight == 7.0
