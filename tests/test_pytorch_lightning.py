@@ -177,3 +177,59 @@ def root_plugin_free() -> Any:
     """Stock's own plugin, which drives no guards."""
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     return pl.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def test_closing_none_steps_the_window_and_no_gradient_is_no_attempt() -> None:
+    class Holes(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if batch_idx == 0 else None
+
+    model, plugin = Holes(), mirror.SafeAMP(init_scale=64.0)
+    with pytest.warns(UserWarning, match="returned `None`"):
+        fit(model, plugin, n=4, accumulate_grad_batches=2)
+    assert model.weight == 7.75  # half of one gradient; the second window has none
+    assert plugin.tally.attempted == 1
+
+
+def test_growth_follows_torch_with_one_optimizer() -> None:
+    plugin = mirror.SafeAMP(init_scale=64.0, growth_interval=2)
+    fit(Line(bad={2}), plugin, n=6)
+    # 64 64 -> 128, overflow -> 64, then two clean batches of three -> 128
+    assert plugin.scaler.state_dict()["scale"] == 128.0
+    assert plugin.scaler.state_dict()["_growth_tracker"] == 1
+
+
+def test_closure_result_comes_back_and_an_exception_leaves_everything_ready() -> None:
+    class Closes(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization, self.fails, self.returned = False, True, []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> float:
+                self.optimizers().zero_grad()
+                self.manual_backward(self.lin(batch[0]).float().mean())
+                return 3.0
+
+            self.returned.append(self.optimizers().step(closure=closure))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.fails:
+                raise RuntimeError("planted")
+
+    model, plugin = Closes(), mirror.SafeAMP(init_scale=64.0)
+    run = trainer(plugin)
+    with pytest.raises(RuntimeError, match="planted"):
+        run.fit(model, batches(1))
+    model.fails = False
+    run.fit(model, batches(2))
+    assert model.returned == [3.0, 3.0]
+    assert model.weight == 7.0
+
+
+def test_anomaly_detection_passes_an_overflow_by() -> None:
+    model, plugin = Line(), mirror.SafeAMP(init_scale=2.0**24)
+    fit(model, plugin, n=2, detect_anomaly=True)
+    # a quarter of 2**24 is beyond float16: both batches overflow, and neither raises
+    assert plugin.tally.skipped == 2
+    assert model.weight == 8.0
