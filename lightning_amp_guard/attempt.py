@@ -228,6 +228,7 @@ class AttemptEngine:
         lane.stage, lane.norm, lane.shared = Stage.STEPPED, None, False
         for cell in lane.cells:
             cell.consumed, cell.spoiled = True, reason is not None
+            cell.scaled = cell.scaled and self.checking  # without checking nobody unscaled it
             if self.manual:
                 cell.mark()
         if reason is None:

@@ -47,7 +47,11 @@ class SafeFSDPCore(AmpPlugin):
         where values above 65504 become inf.
         """
         if self.precision == "auto":
-            self.settle_precision(*_upstream.native_low_precision(self.device))
+            # asked before `resolve` where there is a `configure_model`; rank 0 chooses for all
+            native = [_upstream.native_low_precision(self.device)]
+            if dist.is_initialized():
+                dist.broadcast_object_list(native)
+            self.settle_precision(*native[0])
         half = self.autocast_dtype()
         return ShardPrecision(
             param_dtype=half,

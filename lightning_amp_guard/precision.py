@@ -92,7 +92,8 @@ class SafeAMP(SafeAMPCore, MixedPrecision):  # type: ignore[misc]  # the mixin t
         sync_found_inf: Whether ranks agree by an all-reduce of their own. "auto" adds one of two
             numbers per attempt, except under plain DDP in automatic optimization (no communication
             hook, no ignored or later-thawed parameters), where the gradients spread an inf; after a
-            skip one more agrees the blame. False: ranks may part.
+            skip one more agrees the blame. False: no collective at all, and ranks may part (under
+            plain DDP at a NaN loss on one of them).
 
     Raises:
         ValueError: An argument is out of range; the message names it.

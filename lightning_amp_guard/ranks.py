@@ -95,4 +95,4 @@ class DdpSpread:
         if sizes != self._sizes:
             self._sizes = sizes
             self._others = [p for p in _upstream.all_params(groups) if id(p) not in self._reduced]
-        return not any([p.requires_grad for p in self._others])
+        return not any([p.requires_grad or p.grad is not None for p in self._others])

@@ -45,10 +45,12 @@ def blame(
     lost = [
         (b or ranks is not None) and c.had_nonfinite_loss() for b, c in zip(bad, cells, strict=True)
     ]
-    done = [b and c.overflowed_earlier(windows.overflows) for b, c in zip(bad, cells, strict=True)]
+    fresh = [
+        b and not c.overflowed_earlier(windows.overflows) for b, c in zip(bad, cells, strict=True)
+    ]
     if ranks is not None:
-        together, n = ranks.any(*bad, *lost, *done), len(cells)
-        bad, lost, done = together[:n], together[n : 2 * n], together[2 * n :]
+        together, n = ranks.any(*bad, *lost, *fresh), len(cells)
+        bad, lost, fresh = together[:n], together[n : 2 * n], together[2 * n :]
     bad_loss = any([b and loss for b, loss in zip(bad, lost, strict=True)])
-    answered = any(bad) and all([d for b, d in zip(bad, done, strict=True) if b])
+    answered = any(bad) and not any(fresh)
     return SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS, answered

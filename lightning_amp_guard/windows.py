@@ -178,6 +178,7 @@ class GradientWindows:
             if cell.consumed:
                 cell.restart()
             cell.overflows_before, cell.scale = self.overflows, self.scaler.get_scale()
+            cell.flags = []
         lane.flags, lane.stage = {}, Stage.UNSCALED
 
     # ------------------------------------------------------------------ the scale moves

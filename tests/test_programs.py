@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from tests.helpers import PlantedOverflow, batches, make_trainer
 
 MAX_SCALE = 2.0**10  # keeps every scaled gradient of these programs far inside float16's range
 LOADER = batches(16, width=2, size=2)
+SOAK = int(os.environ.get("AMP_GUARD_SOAK", "5000"))  # programs per shape in the long test
 FINITE, NAN, NAN_VALUE = "finite", "nan", "nan value"
 OPTIMIZERS = {
     "sgd 1/2": partial(torch.optim.SGD, lr=0.5),
@@ -483,7 +485,7 @@ def test_program_equals_float32_without_the_skipped_updates(n, shared, data):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @SHAPES
-@settings(PROGRAMS, max_examples=5000)
+@settings(PROGRAMS, max_examples=SOAK)
 @given(data=st.data())
 def test_many_programs_equal_float32_without_the_skipped_updates(n, shared, data):
     assert_equal_to_reference(data.draw(programs(n, shared)))

@@ -1328,3 +1328,18 @@ def test_a_group_added_beside_frozen_parameters_is_trained():
     fit(model, plugin, 3)
     assert model.weight == 7.0  # batches 1 and 2
     assert plugin.tally.applied == 2
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_bf16_windows_end_with_their_step_also_unguarded(guarded):
+    class InPlace(ManualLine):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad(set_to_none=False)
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    model = InPlace()
+    fit(model, SafeAMP("bf16-mixed", bf16_guard=guarded), 3)
+    assert [outcome.micro_batches for outcome in model.outcomes] == [1, 1, 1]
+    assert model.weight == 6.5
