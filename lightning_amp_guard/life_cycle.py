@@ -130,6 +130,11 @@ class LifeCycle(Configuration):
         chosen = []
         for kind in self.guard_types:
             own = [cb for cb in self.trainer.callbacks if isinstance(cb, kind)]
+            if len(own) > 1:
+                raise self.fail(
+                    f"`Trainer(callbacks=...)` holds {len(own)} guards of the kind `{kind.name}`."
+                    " Expected at most one, since a rule is enforced once. Keep the one you mean."
+                )
             chosen.append(own[0] if own else kind())
         self.guards = [guard for guard in chosen if guard.enabled]
         return next(guard for guard in chosen if isinstance(guard, ScalerCheckpointCore))

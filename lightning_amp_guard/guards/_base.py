@@ -112,12 +112,17 @@ class GuardSetup:
         kinds = getattr(plugin, "guard_types", None)
         if kinds is not None and isinstance(self, kinds):
             return
+        remedy = (
+            f"Write `from {self.namespace} import SafeAMP`, `Trainer(plugins=[SafeAMP()])`, and drop"
+            " `precision=`."
+            if kinds is None
+            else f"Write `from {plugin.namespace} import {type(self).__name__}`."
+        )
         seen = f"`{type(plugin).__module__}.{type(plugin).__name__}`"
         raise self.misconfiguration(
             f"`{type(self).__name__}()` was passed to `Trainer(callbacks=...)`, but the precision"
             f" plugin is {seen}, which does not drive it. Expected the plugin and the guards from one"
-            f" place. Write `from {self.namespace} import SafeAMP`, `Trainer(plugins=[SafeAMP()])`,"
-            " and drop `precision=`."
+            f" place. {remedy}"
         )
 
 

@@ -169,6 +169,9 @@ class ScalerCheckpointCore(GuardCore):
         differ = [
             f"{k}={state[k]} (not {before[k]})" for k in SCALER_KEYS[1:4] if state[k] != before[k]
         ]
+        settings = host.scaler.policy.settings
+        if not settings.dynamic and state["scale"] != settings.init_scale:
+            differ.append(f"scale={state['scale']}, where it stays (not {settings.init_scale})")
         if host.scaler.get_scale() != float32(state["scale"]):
             differ.append(f"scale={state['scale']} moved to the bound {host.scaler.get_scale()}")
         if differ:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
+
+from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import ScaledGradientError
@@ -28,11 +30,46 @@ class UnscaleGuardCore(GuardCore):
         super().__init__(enabled)
         choice(type(self).__name__, "on_violation", on_violation, ("error", "warn", "ignore"))
         self.on_violation = on_violation
+        self._handles: list[Any] = []
 
     def attach(self, host: Host) -> None:
         """Watch the fit's gradients, where there is a scale to carry."""
         super().attach(host)
-        host.running().verifier = self
+        engine = host.running()
+        engine.verifier = self
+        self._unhook()
+        if engine.windows.scaling:
+            self._handles = [
+                lane.optimizer.register_step_pre_hook(self._at_any_step)
+                for lane in engine.windows.lanes
+                if isinstance(lane.optimizer, Optimizer)
+            ]
+
+    def detach(self) -> None:
+        """Take the hooks off the optimizers."""
+        self._unhook()
+        super().detach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the settings; what belongs to a running fit stays behind."""
+        return {**super().__getstate__(), "_handles": []}
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _at_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Object to a step that comes past Lightning, while the gradients carry the scale."""
+        if self.host is None or self.on_violation == "ignore":
+            return
+        lane = self.host.running().lane(optimizer)
+        if not any([cell.scaled and cell.has_gradients() for cell in lane.cells]):
+            return
+        message = _PAST.format(optimizer=lane.idx)
+        if self.on_violation == "error":
+            raise ScaledGradientError(message)
+        self.host.warn(message)
 
     def verify(self, lanes: Iterable[Lane], cell: Cell) -> None:
         """Raise, or warn, if gradients changed since the last backward pass of the plugin.
@@ -68,6 +105,13 @@ class UnscaleGuardCore(GuardCore):
         self.host.warn(message)
 
 
+_PAST = (
+    "`UnscaleGuard`: optimizer {optimizer} was stepped past Lightning, with gradients that are still"
+    " multiplied by the scale. Expected the step to come through the plugin, which unscales and checks"
+    " them. Most likely the raw optimizer was used: `self.optimizers(use_pl_optimizer=False)`, or"
+    " `optimizer.optimizer.step()`. Write `self.optimizers().step()`, or call"
+    " `self.trainer.precision_plugin.unscale_(optimizer)` first."
+)
 _MADE = (
     "`UnscaleGuard`: the gradients of {params} (optimizer {optimizer}) were not made by"
     " `self.manual_backward`, so they do not carry the scale that they are about to be divided by."
@@ -95,7 +139,8 @@ class UnscaleGuard(UnscaleGuardCore, Guard):
     1024, Lightning issues 18089 and 9694), and gradients that `loss.backward()` made are divided by
     a scale they never had (Lightning issue 19695). Compares identity and version counter of every
     gradient after each backward pass and before it is unscaled. `zero_grad` of either kind,
-    gradient hooks, DDP, and edits that leave exact zeros are fine. Edits through `.data` are not seen.
+    gradient hooks, DDP, and edits that leave exact zeros are fine. An optimizer that is stepped past
+    Lightning while its gradients carry the scale is named too. Edits through `.data` are not seen.
 
     Args:
         on_violation: "error" raises `ScaledGradientError`, "warn" warns each time, "ignore" is silent.

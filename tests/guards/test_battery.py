@@ -415,3 +415,11 @@ def test_state_survives_from_one_plugin_to_the_next_through_the_entry(row):
     assert entry["gates"][row.kind.__name__] == there
     run_during(restore, second, callbacks=averages())
     assert entries[1] == there
+
+
+def test_two_guards_of_one_kind_are_refused():
+    guards = [SchedulerGate(), SchedulerGate(enabled=False)]
+    trainer = make_trainer(SafeAMP())
+    trainer.callbacks += guards
+    with pytest.raises(MisconfigurationException, match="2 guards of the kind `SchedulerGate`"):
+        trainer.fit(Line(), batches(1))

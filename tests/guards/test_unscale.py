@@ -3,6 +3,7 @@
 
 import pickle
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -581,3 +582,40 @@ def test_violation_names_the_optimizer_whose_gradients_were_touched():
     with pytest.raises(ScaledGradientError) as error:
         fit(Touches(True), plugin())
     assert "gradients of 'other.weight' (optimizer 1) were changed" in str(error.value)
+
+
+# ---------------------------------------------------------------------- steps past Lightning
+
+
+class StepsRaw(ManualLine):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.between(optimizer)
+        optimizer.step()
+
+
+def test_a_raw_step_on_scaled_gradients_is_named():
+    model = StepsRaw()
+    with pytest.raises(ScaledGradientError, match=r"optimizer 0 was stepped past Lightning"):
+        fit(model, SafeAMP(init_scale=64.0), 1)
+    assert model.weight == 8.0
+
+
+def test_a_raw_step_on_true_gradients_is_fine():
+    class Unscales(StepsRaw):
+        def between(self, optimizer):
+            self.trainer.precision_plugin.unscale_(optimizer)
+
+    model = Unscales()
+    fit(model, SafeAMP(init_scale=64.0), 2)
+    assert model.weight == 7.0
+
+
+def test_no_hook_is_left_on_the_optimizer_after_a_fit():
+    for model in (Line(), StepsRaw()):
+        with suppress(ScaledGradientError):
+            fit(model, SafeAMP(init_scale=64.0), 1)
+        optimizer = model.trainer.optimizers[0]
+        assert not optimizer._optimizer_step_pre_hooks
