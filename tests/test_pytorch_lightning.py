@@ -233,3 +233,18 @@ def test_anomaly_detection_passes_an_overflow_by() -> None:
     # a quarter of 2**24 is beyond float16: both batches overflow, and neither raises
     assert plugin.tally.skipped == 2
     assert model.weight == 8.0
+
+
+def test_swa_takes_no_sample_from_an_epoch_without_an_update() -> None:
+    swa = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1)
+    model = Line(bad={1, 2})
+    fit(model, mirror.SafeAMP(init_scale=64.0), n=1, max_epochs=4, callbacks=[swa])
+    # samples at the start of epochs 0 and 1; nothing new at those of 2 and 3
+    assert int(swa.n_averaged) == 2
+
+
+def test_a_guard_switched_off_is_not_active() -> None:
+    assert mirror.WindowGuard(enabled=False).enabled is False
+    plugin = mirror.SafeAMP(init_scale=64.0)
+    fit(Line(), plugin, n=1, callbacks=[mirror.WindowGuard(enabled=False)])
+    assert [guard.name for guard in plugin.guards].count("WindowGuard") == 0
