@@ -921,6 +921,16 @@ def test_restored_scale_outside_the_bounds_moves_to_the_bound(tmp_path, bounds, 
     assert str(scale) in info_lines[0]
 
 
+def test_static_scale_that_a_checkpoint_changes_is_said(tmp_path, info_lines):
+    path = tmp_path / "x.ckpt"
+    save_at(path, 3, amp=plugin(growth_interval=100))  # 64 from beginning to end
+    amp = SafeAMP(init_scale=128.0, growth_interval=100, dynamic=False)
+    resume(path, amp=amp)
+    assert amp.scaler.get_scale() == 64.0
+    assert len(info_lines) == 1
+    assert "scale=64.0, where it stays (not 128.0)" in info_lines[0]
+
+
 @pytest.mark.parametrize(
     ("saved_with", "resumed_with", "scales"),
     [
