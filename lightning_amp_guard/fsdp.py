@@ -19,14 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.guards import (
-    AveragingGate,
-    DtypeGuard,
-    ScalerCheckpoint,
-    SchedulerGate,
-    UnscaleGuard,
-    WindowGuard,
-)
+from lightning_amp_guard.guards import GUARD_TYPES
 from lightning_amp_guard.plugin import AmpPlugin
 
 __all__ = ["SafeFSDP", "SafeFSDPCore"]
@@ -191,13 +184,6 @@ class SafeFSDP(SafeFSDPCore, FSDPPrecision):  # type: ignore[misc]  # the mixin 
         'bf16-mixed'
     """
 
-    guard_types = (
-        UnscaleGuard,
-        WindowGuard,
-        SchedulerGate,
-        AveragingGate,
-        ScalerCheckpoint,
-        DtypeGuard,
-    )
+    guard_types = GUARD_TYPES
     misconfiguration = MisconfigurationException
     lightning_base = FSDPPrecision

@@ -10,14 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_amp_guard.guards import (
-    AveragingGate,
-    DtypeGuard,
-    ScalerCheckpoint,
-    SchedulerGate,
-    UnscaleGuard,
-    WindowGuard,
-)
+from lightning_amp_guard.guards import GUARD_TYPES
 from lightning_amp_guard.plugin import AmpPlugin
 
 __all__ = ["SafeAMP", "SafeAMPCore"]
@@ -109,14 +102,7 @@ class SafeAMP(SafeAMPCore, MixedPrecision):  # type: ignore[misc]  # the mixin t
         '16-mixed'
     """
 
-    guard_types = (
-        UnscaleGuard,
-        WindowGuard,
-        SchedulerGate,
-        AveragingGate,
-        ScalerCheckpoint,
-        DtypeGuard,
-    )
+    guard_types = GUARD_TYPES
 
     misconfiguration = MisconfigurationException
     lightning_base = MixedPrecision

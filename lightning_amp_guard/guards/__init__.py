@@ -8,7 +8,17 @@ from lightning_amp_guard.guards.schedule import SchedulerGate
 from lightning_amp_guard.guards.unscale import UnscaleGuard
 from lightning_amp_guard.guards.window import WindowGuard
 
+GUARD_TYPES = (
+    UnscaleGuard,
+    WindowGuard,
+    SchedulerGate,
+    AveragingGate,
+    ScalerCheckpoint,
+    DtypeGuard,
+)
+
 __all__ = [
+    "GUARD_TYPES",
     "AveragingGate",
     "DtypeGuard",
     "ScalerCheckpoint",
