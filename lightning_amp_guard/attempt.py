@@ -144,12 +144,13 @@ class AttemptEngine:
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale and check the optimizer's gradients, once per window. Host sync: none."""
-        self._unscale_lane(self.lane(optimizer))
+        lane = self.lane(optimizer)
+        self.windows.refresh()
+        self._unscale_lane(lane)
 
     def _unscale_lane(self, lane: Lane) -> None:
         if lane.stage is Stage.UNSCALED:
             return
-        self.windows.refresh()
         self._settle(verify=False)
         for cell in lane.cells:
             self._verify(cell)

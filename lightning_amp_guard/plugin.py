@@ -119,12 +119,10 @@ class AmpPlugin(LifeCycle):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, hooks, clip, step or skip; return the closure's result."""
-        engine = self.engine
-        if engine is None or not self.active:
+        engine = self.engine if self.active else None
+        lane = None if engine is None else engine.lane(optimizer)
+        if engine is None or lane is None or lane.idx in self._unguarded:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
-        lane = engine.lane(optimizer)
-        if lane.idx in self._unguarded:
-            return self._step_unguarded(optimizer, model, closure, **kwargs)
         result = closure()
         look = partial(self._after_closure, model, lane.optimizer)  # type: ignore[attr-defined]
         outcome = engine.attempt(lane, look, kwargs)
@@ -133,9 +131,6 @@ class AmpPlugin(LifeCycle):
         if not engine.manual:
             engine.movement.end_batch(_upstream.batch_number(self.trainer))
         return result
-
-    def _step_unguarded(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
 
     def clip_gradients(
         self, optimizer: Any, clip_val: Any = 0.0, *args: Any, **kwargs: Any

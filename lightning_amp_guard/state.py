@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_amp_guard.errors import ScalerStateError
 
-__all__ = ["damaged", "read", "read_scaler_state", "read_tally"]
+__all__ = ["damaged", "is_flag_pair", "read", "read_flag_pairs", "read_scaler_state", "read_tally"]
 
 SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -62,6 +62,26 @@ def is_positive(value: object) -> bool:
         return real and 0 < float(value) < math.inf  # type: ignore[arg-type]
     except OverflowError:  # a whole number beyond every float
         return False
+
+
+def is_flag_pair(value: object) -> bool:
+    """Return whether `value` is a list of two bools."""
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(f, bool) for f in value)
+
+
+def read_flag_pairs(saved: object, whose: str) -> list[list[bool]]:
+    """Return a gate's saved flags, a pair for each of `whose`.
+
+    Raises:
+        ScalerStateError: They are no list of pairs.
+    """
+    pairs: list[Any] = saved if isinstance(saved, list) else [saved]
+    if not all(is_flag_pair(pair) for pair in pairs):
+        raise ScalerStateError(
+            f'The checkpoint\'s scaler state is damaged: "gates" holds {saved!r} for {whose},'
+            " expected a list of two flags for each."
+        )
+    return pairs
 
 
 def read_scaler_state(state: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning_amp_guard.attempt import AttemptEngine
 from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.lanes import Cell, Stage
 from lightning_amp_guard.scaler import read_flags
-from lightning_amp_guard.state import damaged, is_count, is_dict, is_positive, read
+from lightning_amp_guard.state import damaged, is_count, is_dict, is_flag_pair, is_positive, read
 from lightning_amp_guard.windows import GradientWindows
 
 __all__ = ["SavedWindow", "save_window"]
@@ -91,7 +91,7 @@ class SavedWindow:
             lambda value: _are_counts(value) and len(value) == lanes,
             f"[count, flag, flag, flag] for each of {lanes} optimizers",
         )
-        self.batch = read(saved, "batch", _are_flags, "two flags")
+        self.batch = read(saved, "batch", is_flag_pair, "two flags")
         cells = engine.windows.cells
         self.params = {names[id(p)]: p for c in cells for p in c.params if id(p) in names}
         for name, grad in self.gradients.items():
@@ -141,10 +141,6 @@ def _check_fit(name: object, grad: object, param: Tensor | None) -> None:
         raise damaged(key, getattr(grad, "shape", grad), f"a tensor of shape {tuple(param.shape)}")
     if not (grad.is_floating_point() or grad.is_complex()) or grad.dtype in (torch.float16,):
         raise damaged(key, grad.dtype, "a float32 tensor")
-
-
-def _are_flags(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(f, bool) for f in value)
 
 
 def _are_counts(value: object) -> bool:

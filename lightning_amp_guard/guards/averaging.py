@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning.pytorch import callbacks as lightning_callbacks
 
-from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host, InstancePatch
 from lightning_amp_guard.outcome import StepOutcome
+from lightning_amp_guard.state import read_flag_pairs
 
 __all__ = ["AveragingGate"]
 
@@ -64,15 +64,7 @@ class AveragingGateCore(GuardCore):
 
     def load(self, saved: Any) -> None:
         """Take up the flags that `save` returned."""
-        flags = saved if isinstance(saved, list) else [saved]
-        if not all(
-            isinstance(f, list) and len(f) == 2 and all(isinstance(b, bool) for b in f)
-            for f in flags
-        ):
-            raise ScalerStateError(
-                f'The checkpoint\'s scaler state is damaged: "gates" holds {saved!r} for weight'
-                " averages, expected a list of two flags for each."
-            )
+        flags = read_flag_pairs(saved, "weight averages")
         for fresh, (by_step, by_epoch) in zip(self._fresh, flags, strict=False):
             fresh.by_step, fresh.by_epoch = by_step, by_epoch
 

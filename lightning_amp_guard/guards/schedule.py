@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host, InstancePatch
 from lightning_amp_guard.outcome import StepOutcome
+from lightning_amp_guard.state import read_flag_pairs
 
 __all__ = ["SchedulerGate"]
 
@@ -140,15 +140,7 @@ class SchedulerGateCore(GuardCore):
 
     def load(self, saved: Any) -> None:
         """Take up the flags that `save` returned."""
-        flags = saved if isinstance(saved, list) else [saved]
-        if not all(
-            isinstance(f, list) and len(f) == 2 and all(isinstance(b, bool) for b in f)
-            for f in flags
-        ):
-            raise ScalerStateError(
-                f'The checkpoint\'s scaler state is damaged: "gates" holds {saved!r} for the'
-                " schedulers, expected a list of two flags for each."
-            )
+        flags = read_flag_pairs(saved, "the schedulers")
         turns = [turn for turn, _ in self._follow()]
         for turn, (applied, skipped) in zip(turns, flags, strict=False):
             turn.applied, turn.skipped = applied, skipped
