@@ -7,11 +7,15 @@ what has moved when a new release breaks it.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
+from types import CodeType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -21,46 +25,79 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "GradMark",
+    "TorchDispatchMode",
     "all_params",
     "any_nonfinite_and_multiply_",
     "as_plain",
     "batch_number",
+    "batch_of",
     "comm_hook_names",
     "count_as_stepped",
+    "current_node",
+    "found_inf",
+    "found_inf_for",
+    "full_float32",
+    "function_of",
     "grad_marks",
+    "grad_scale",
+    "has_autocast_rule",
     "has_float16_autocast",
     "has_gradients",
+    "home_of",
+    "inner_optimizers",
+    "inside_backward",
     "inside_batch",
+    "inside_transform",
     "is_compiled",
     "is_fitting",
     "is_fully_sharded",
     "is_log_step",
+    "is_overridden",
+    "is_unscaled",
     "keep_unit_in_float32",
+    "leaves_in",
     "magnitudes",
     "map_tensors",
     "modules_of_unit",
     "moved_since",
+    "multiply_",
     "native_low_precision",
     "needs_closure",
+    "newest_node_number",
+    "node_number",
     "plain_ddp",
     "plain_name",
+    "put_tensor_hooks",
     "reduced_by_ddp",
     "rest_logged",
+    "runs_backward",
     "sharded_grads",
     "sharded_like",
+    "skips_on_device",
     "sparse_values",
+    "steps_last",
+    "steps_with_scale",
+    "takes_grad_scale",
+    "tensor_hooks",
     "tensors_in",
     "total_norm",
     "unwrap_optimizer",
+    "update_scale_",
+    "uses_custom_fwd",
     "whole",
+    "written_arguments",
 ]
 
 _STRIDED = torch.strided
+_PACKAGE = __name__.partition(".")[0]
+# The method of a precision plugin in which hooks and clipping get to see the gradients.
+HOOKS_AND_CLIP = "_after_closure"
 GradMark: TypeAlias = "tuple[weakref.ref[Tensor], int] | None"
 
 
@@ -313,11 +350,64 @@ def rest_logged(trainer: Any, hook: str, keys: Iterable[str]) -> None:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's `step` cannot work without a closure (LBFGS and its kind)."""
+    """Return whether the optimizer's `step` cannot work without a closure: LBFGS, SAM and their kind.
+
+    Told by the signature, by the source where it insists on a closure that is optional there, and by
+    the optimizers inside a wrapper.
+    """
+    return any([_steps_by_closure(o) for o in (optimizer, *inner_optimizers(optimizer))])
+
+
+def _steps_by_closure(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, LBFGS):
         return True
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    step = type(optimizer).step
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and (closure.default is inspect.Parameter.empty or _insists(step))
+
+
+def _insists(step: Any) -> bool:
+    """Return whether `step` asserts that it was given a closure, or calls it without having asked."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(step)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # without source, the signature decides
+        return False
+    for statement in getattr(function, "body", []):
+        if isinstance(statement, ast.Assert) and _names(statement.test, "closure"):
+            return True
+        if isinstance(statement, ast.If) and _names(statement.test, "closure"):
+            return any([isinstance(s, ast.Raise) for s in (*statement.body, *statement.orelse)])
+        calls = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
+        asks = [n for n in ast.walk(statement) if isinstance(n, (ast.IfExp, ast.BoolOp, ast.If))]
+        if asks and isinstance(statement, ast.Assign) and _names(statement.targets[0], "closure"):
+            return False  # it makes one of its own
+        if not asks and any([isinstance(f, ast.Name) and f.id == "closure" for f in calls]):
+            return True
+    return False
+
+
+def _names(expression: ast.expr, name: str) -> bool:
+    return any([isinstance(n, ast.Name) and n.id == name for n in ast.walk(expression)])
+
+
+def inner_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers that a wrapper (Lookahead, SAM, ZeroRedundancyOptimizer) steps inside.
+
+    Those among its attributes, also in lists and dicts, and theirs in turn.
+    """
+    found: list[Optimizer] = []
+    todo = list(getattr(optimizer, "__dict__", {}).values())
+    while todo:
+        value = todo.pop(0)
+        if isinstance(value, Optimizer) and value is not optimizer:
+            if all([value is not known for known in found]):
+                found.append(value)
+                todo += vars(value).values()
+        elif type(value) in (list, tuple) and all([isinstance(v, Optimizer) for v in value]):
+            todo += value
+        elif type(value) is dict and all([isinstance(v, Optimizer) for v in value.values()]):
+            todo += value.values()
+    return found
 
 
 def is_compiled(module: Module) -> bool:
@@ -352,6 +442,63 @@ def native_low_precision(device: str) -> tuple[bool, bool]:
     return False, device == "mps"
 
 
+def tensor_hooks(tensor: Tensor) -> list[tuple[str, Any, dict[Any, Any]]]:
+    """Return the gradient hooks that are registered with a tensor, for `put_tensor_hooks`."""
+    names = ["_backward_hooks", *(["_post_accumulate_grad_hooks"] if tensor.is_leaf else [])]
+    found = [(name, getattr(tensor, name)) for name in names]
+    return [(name, hooks, dict(hooks or {})) for name, hooks in found]
+
+
+def put_tensor_hooks(tensor: Tensor, saved: list[tuple[str, Any, dict[Any, Any]]]) -> None:
+    """Let a tensor have the gradient hooks that `tensor_hooks` found, in the same dicts.
+
+    Where there were none the new dict is emptied: torch goes on to call what it holds even after the
+    attribute is None again.
+    """
+    for name, hooks, items in saved:
+        now = getattr(tensor, name) if hooks is None else hooks
+        if now is not None and dict(now) != items:
+            now.clear()
+            now.update(items)
+
+
+def current_node() -> Any:
+    """Return the autograd node that this thread is running; `None` outside a backward pass."""
+    return torch._C._current_autograd_node()
+
+
+def node_number(node: Any) -> int:
+    """Return the number that autograd has given a node: a later node of a thread has a larger one."""
+    return int(node._sequence_nr())
+
+
+def newest_node_number() -> int:
+    """Return the number of the node that this thread's autograd has made last.
+
+    When an operator is dispatched below autograd, that is the operator's own node, if it has one.
+    """
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def runs_backward(code: CodeType) -> bool:
+    """Return whether this is the code of the function in which torch calls its autograd engine."""
+    return code is torch.autograd.graph._engine_run_backward.__code__
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among an operator's arguments that it writes to."""
+    found: list[Any] = []
+    for i, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return tensors_in(found)
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """Return the leaves of nested lists, tuples and dicts."""
+    return tree_leaves(tree)
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples, dicts and dataclasses."""
     found: list[Tensor] = []
@@ -379,6 +526,207 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree_map(visit, tree)
 
 
+def home_of(hook: Any) -> str:
+    """Return the module that a function was written in, "" for anything else.
+
+    Not by `__module__`: `functools.wraps` copies that, so a wrapper of a hook would pass for it.
+    """
+    function = getattr(hook, "__func__", hook)
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def is_overridden(name: str, instance: Any) -> bool:
+    """Return whether a callback or module has another hook `name` than Lightning's own."""
+    hook = getattr(instance, name, None)
+    parts = home_of(hook).split(".")
+    empty = parts[0] in ("lightning", "pytorch_lightning") and parts[-2:] in (
+        ["callbacks", "callback"],
+        ["core", "hooks"],
+        ["core", "module"],
+    )
+    return hook is not None and not empty
+
+
+def steps_last(trainer: Any) -> bool:
+    """Return whether no further step may follow the one ahead, in this epoch or at all.
+
+    Plain attributes only.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if loop.batch_progress.is_last_batch or trainer.should_stop:
+        return True
+    return bool(trainer.max_steps > 0 and trainer.global_step + 1 >= trainer.max_steps)
+
+
+def steps_with_scale(optimizer: Any) -> bool:
+    """Return whether the optimizer unscales and skips inside of its own `step` (fused ones do)."""
+    return bool(getattr(unwrap_optimizer(optimizer), "_step_supports_amp_scaling", False))
+
+
+def _is_fused(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> bool:
+    return (
+        type(optimizer) in kinds
+        and steps_with_scale(optimizer)
+        and all([group.get("fused") for group in optimizer.param_groups])
+        and not _step_hooks_of_others(optimizer)
+        and not _is_preset(optimizer)
+    )
+
+
+def _is_preset(optimizer: Optimizer) -> bool:
+    """Return whether the user has set what a fused step takes beside its gradients."""
+    preset = vars(optimizer)
+    return preset.get("grad_scale") is not None or preset.get("found_inf") is not None
+
+
+def _step_hooks_of_others(optimizer: Optimizer) -> list[Any]:
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooks = [*before.values(), *after.values()]
+    return [h for h in hooks if getattr(h, "__module__", "").partition(".")[0] != _PACKAGE]
+
+
+def takes_grad_scale(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer divides its gradients by a `grad_scale` while it steps.
+
+    Torch's own fused ones do; not with step hooks, which would see the scaled gradients, nor where
+    the user has set one himself.
+    """
+    return _is_fused(optimizer, (Adam, AdamW, SGD, Adagrad))
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether a set `found_inf` makes the optimizer's step leave everything as it was.
+
+    Torch's fused Adam and AdamW do; fused SGD leaves its first momentum buffer uninitialised.
+    """
+    return _is_fused(optimizer, (Adam, AdamW))
+
+
+@contextmanager
+def grad_scale(optimizer: Optimizer, value: float, device: torch.device) -> Iterator[None]:
+    """Let a fused optimizer divide its gradients by `value` while it steps. Host sync: none."""
+    fused = cast("Any", optimizer)
+    fused.grad_scale = torch.full((), value, dtype=torch.float32, device=device)
+    try:
+        yield
+    finally:
+        del fused.grad_scale
+
+
+@contextmanager
+def found_inf_for(optimizer: Optimizer, found: Tensor) -> Iterator[None]:
+    """Let a fused optimizer skip on the device if `found` is not 0 there. Host sync: none."""
+    fused = cast("Any", optimizer)
+    fused.found_inf = found
+    try:
+        yield
+    finally:
+        del fused.found_inf
+
+
+def multiply_(grads: list[Tensor], factor: float) -> None:
+    """Multiply `grads` by `factor` in place. Host sync: none."""
+    torch._foreach_mul_(grads, factor)
+
+
+def update_scale_(
+    scale: Tensor, tracker: Tensor, found: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Move a scale on the device as torch's scaler does. Host sync: none."""
+    torch._amp_update_scale_(scale, tracker, found, growth, backoff, interval)
+
+
+def found_inf(scaler: Any, optimizer: Any) -> bool:
+    """Return whether torch's scaler has flagged the optimizer's gradients since its last update.
+
+    Host sync: one per device.
+    """
+    state = scaler._per_optimizer_states.get(id(unwrap_optimizer(optimizer)), {})
+    return any([flag.item() for flag in state.get("found_inf_per_device", {}).values()])
+
+
+def is_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Return whether torch's scaler has unscaled the optimizer's gradients since its last update."""
+    state = scaler._per_optimizer_states.get(id(unwrap_optimizer(optimizer)), {})
+    return bool(state.get("found_inf_per_device"))
+
+
 def all_params(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     """Return the parameters of an optimizer's groups, in order."""
     return [p for group in groups for p in group["params"]]
+
+
+def batch_of(closure: Any) -> Any:
+    """Return the batch that an optimizer's closure was made for; `None` where it is not known.
+
+    Lightning's own closure keeps the arguments of `training_step` until the batch is over.
+    """
+    found = getattr(getattr(closure, "_step_fn", None), "args", ())
+    arguments = found[0] if found and isinstance(found[0], dict) else {}
+    return next(iter(arguments.values()), None)
+
+
+def inside_backward() -> bool:
+    """Return whether this thread runs a backward pass (a checkpointed block is then recomputed)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def inside_transform() -> bool:
+    """Return whether a transform of `torch.func` (`vmap`, `grad`) is at work: tensors are not real."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_autocast_rule(operator: str, device: str) -> bool:
+    """Return whether autocast chooses the dtype of an operator ("aten::mm") on a device type."""
+    key = f"Autocast{device.upper()}"
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+    except RuntimeError:  # an unknown operator, or a device type without autocast
+        return False
+
+
+def function_of(node: Any) -> Any:
+    """Return the `autograd.Function` class that made a node or is its `ctx`; `None` for others."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def uses_custom_fwd(function: Any) -> bool:
+    """Return whether an `autograd.Function`'s forward is decorated with `torch.amp.custom_fwd`."""
+    forward = getattr(function, "forward", None)
+    while forward is not None:
+        code = getattr(forward, "__code__", None)
+        if code is not None and code.co_filename == torch.amp.autocast_mode.__file__:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Compute float32 products in float32 meanwhile (no TF32, no bfloat16), as set before after.
+
+    Torch keeps two sets of flags. It refuses to read the old one where only the new one was
+    written, so both are set, and both put back.
+    """
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    backends, ops = ("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn")
+    places = [("generic", "all"), *[(backend, op) for backend in backends for op in ops]]
+    new = [get(*place) for place in places]
+    try:
+        old = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # the user has written to the new set
+        old = None
+    try:
+        if old is None:
+            for place in places:
+                put(*place, "ieee")
+        else:
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cudnn.allow_tf32 = False
+        yield
+    finally:
+        if old is not None:
+            torch.set_float32_matmul_precision(old[0])
+            torch.backends.cudnn.allow_tf32 = old[1]
+        for place, value in zip(places, new, strict=True):
+            put(*place, value)

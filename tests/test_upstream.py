@@ -344,6 +344,19 @@ def test_scaler_state_of_an_optimizer_begins_ready_and_without_flags():
     assert [stage.name for stage in OptState] == ["READY", "UNSCALED", "STEPPED"]
 
 
+def test_is_unscaled_tells_between_unscale_and_update():
+    scaler, p = torch.amp.GradScaler("cpu", 8.0), param()
+    optimizer = sgd(p)
+    told = [_upstream.is_unscaled(scaler, optimizer)]
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    told.append(_upstream.is_unscaled(scaler, optimizer))
+    scaler.step(optimizer)
+    scaler.update()
+    told.append(_upstream.is_unscaled(scaler, optimizer))
+    assert told == [False, True, False], "`GradScaler` keeps its flags elsewhere."
+
+
 def test_scaler_unscales_through_the_method_that_the_subclass_overrides():
     signature = inspect.signature(torch.amp.GradScaler._unscale_grads_)
     assert list(signature.parameters) == [
@@ -600,6 +613,115 @@ def test_sharded_like_takes_the_part_that_a_dtensor_parameter_holds(one_process)
     assert _upstream.sharded_like(value, torch.zeros(2)) is value
 
 
+# ---------------------------------------------------------------- torch: operators and nodes
+
+
+class SeenOperators(_upstream.TorchDispatchMode):
+    """Calls `look(name, func, args, kwargs)` before each operator."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.look(str(func), func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_tensor_hooks_are_found_in_the_dicts_that_handles_refer_to():
+    weight, calls = param(1.0), []
+    first = weight.register_hook(lambda grad: grad * 2)
+    found = _upstream.tensor_hooks(weight)
+    weight.register_hook(lambda grad: grad * 3)
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+    _upstream.put_tensor_hooks(weight, found)
+    weight.sum().backward()
+    assert weight.grad.item() == 2.0
+    first.remove()
+    weight.sum().backward()
+    assert (weight.grad.item(), calls) == (3.0, [])
+
+
+def test_put_tensor_hooks_takes_every_hook_away_where_there_was_none():
+    weight, calls = param(1.0), []
+    found = _upstream.tensor_hooks(weight)
+    weight.register_hook(lambda grad: grad * 3)
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+    _upstream.put_tensor_hooks(weight, found)
+    weight.sum().backward()
+    assert weight.grad.item() == 1.0
+    weight.register_hook(lambda grad: grad * 5)  # and new ones can be registered
+    weight.sum().backward()
+    assert (weight.grad.item(), calls) == (6.0, [])
+
+
+def test_newest_node_number_is_the_operators_own_when_it_is_dispatched():
+    weight, numbers = param(1.0), {}
+    with SeenOperators(lambda name, *_: numbers.update({name: _upstream.newest_node_number()})):
+        made = weight.exp()
+        total = made.sum()
+    assert numbers["aten.exp.default"] == _upstream.node_number(made.grad_fn)
+    assert numbers["aten.sum.default"] == _upstream.node_number(total.grad_fn)
+
+
+def test_node_number_grows_and_is_largest_for_what_collects_gradients():
+    weight = param(1.0)
+    made = weight.exp()
+    later = made.exp()
+    (leaf, _), *_ = made.grad_fn.next_functions
+    numbers = [_upstream.node_number(n) for n in (made.grad_fn, later.grad_fn, leaf)]
+    assert numbers == sorted(set(numbers))
+    assert leaf.variable is weight
+
+
+def test_current_node_is_the_one_whose_backward_runs():
+    weight, found = param(1.0), {}
+    total = weight.exp().sum()
+    assert _upstream.current_node() is None
+    with SeenOperators(lambda name, *_: found.update({name: _upstream.current_node()})):
+        total.backward()
+    assert found["aten.mul.Tensor"] is total.grad_fn.next_functions[0][0]
+    assert found["aten.ones_like.default"] is None  # before the engine starts
+
+
+def test_runs_backward_tells_the_frame_that_calls_the_engine():
+    seen = []
+
+    def look(grad):
+        frame = inspect.currentframe()
+        while frame is not None:
+            seen.append(_upstream.runs_backward(frame.f_code))
+            frame = frame.f_back
+
+    weight = param(1.0)
+    weight.register_hook(look)
+    weight.sum().backward()
+    torch.autograd.grad(weight.sum(), weight)
+    assert sum(seen) == 2
+
+
+def test_written_arguments_are_those_that_change_in_place():
+    found = {}
+
+    def look(name, func, args, kwargs):
+        found[name] = _upstream.written_arguments(func, args, kwargs)
+
+    x, out = torch.ones(2), torch.empty(2)
+    with SeenOperators(look):
+        x.add_(x)
+        torch.exp(x, out=out)
+        torch._foreach_mul_([x, out], 2.0)
+        x.exp()
+    assert found["aten.add_.Tensor"] == [x]
+    assert found["aten.exp.out"][0] is out
+    assert [any(t is s for s in (x, out)) for t in found["aten._foreach_mul_.Scalar"]] == [True] * 2
+    assert found["aten.exp.default"] == []
+
+
+def test_leaves_in_goes_through_nested_containers():
+    assert _upstream.leaves_in(([1.0, {"a": 2}], None)) == [1.0, 2, None]
+
+
 # ---------------------------------------------------------------- torch: devices and ranks
 
 
@@ -748,6 +870,80 @@ def test_needs_closure_tells_by_the_signature():
         assert not _upstream.needs_closure(optimizer), (
             f"The closure of `{kind.__name__}.step` has no default any more."
         )
+
+
+def _asserts(self, closure=None):
+    assert closure is not None, "give me a closure"
+
+
+def _raises(self, closure=None):
+    if closure is None:
+        raise RuntimeError("give me a closure")
+    return closure()
+
+
+def _calls(self, closure=None):
+    return closure()
+
+
+def _asks(self, closure=None):
+    loss = None
+    if closure is not None:
+        loss = closure()
+    return loss
+
+
+def _makes_one(self, closure=None):
+    closure = closure or (lambda: 1.0)
+    return closure()
+
+
+def _asks_in_the_expression(self, closure=None):
+    return closure() if closure is not None else None
+
+
+def _gives_up(self, closure=None):
+    if closure is None:
+        return None
+    return closure()
+
+
+@pytest.mark.parametrize(
+    ("step", "needs"),
+    [
+        (_asserts, True),
+        (_raises, True),
+        (_calls, True),
+        (_asks, False),
+        (_makes_one, False),
+        (_asks_in_the_expression, False),
+        (_gives_up, False),
+    ],
+)
+def test_needs_closure_reads_the_source_of_a_step(step, needs):
+    made = type("Made", (torch.optim.SGD,), {"step": torch.no_grad()(step)})
+    assert _upstream.needs_closure(made([param()], lr=0.5)) is needs
+
+
+def test_needs_closure_without_source_goes_by_the_signature():
+    scope = {}
+    exec("def step(self, closure=None): assert closure", scope)
+    made = type("Made", (torch.optim.SGD,), {"step": scope["step"]})
+    assert not _upstream.needs_closure(made([param()], lr=0.5))
+
+
+def test_inner_optimizers_finds_those_that_a_wrapper_steps():
+    class Wraps(torch.optim.SGD):
+        pass
+
+    outer, inner, deep = Wraps([param()], lr=0.5), Wraps([param()], lr=0.5), sgd(param())
+    outer.base, inner.many, outer.by_name = inner, [deep], {"again": deep}
+    assert _upstream.inner_optimizers(outer) == [inner, deep]
+    assert _upstream.inner_optimizers(deep) == []
+    inner.back = outer
+    assert _upstream.inner_optimizers(outer) == [inner, deep]
+    deep.lbfgs = torch.optim.LBFGS([param()])
+    assert _upstream.needs_closure(deep)
 
 
 # ---------------------------------------------------------------- Lightning: where a batch is
@@ -1304,3 +1500,362 @@ def test_checkpoints_reentrantly_finds_the_node(reentrant):
     assert _upstream.checkpoints_reentrantly(loss) is reentrant, (
         "Torch's node of reentrant checkpointing has another name."
     )
+
+
+def test_torch_dispatch_mode_sees_operators_below_autocast_forward_and_backward():
+    seen = []
+
+    class Mode(_upstream.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func.name(), str(getattr((*args, None)[0], "dtype", ""))))
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with Mode():
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (torch.ones(2, 2) @ weight).sum()
+        loss.backward()
+    products = [dtype for name, dtype in seen if name == "aten::mm"]
+    assert products == ["torch.float16"] * 2, (
+        "`TorchDispatchMode` no longer sees what autocast made of an operator, in both passes."
+    )
+
+
+def test_has_autocast_rule_asks_the_dispatcher():
+    found = [
+        _upstream.has_autocast_rule(*question)
+        for question in [
+            ("aten::mm", "cpu"),
+            ("aten::mm.out", "cpu"),
+            ("aten::exp", "cpu"),
+            ("aten::exp", "cuda"),
+            ("aten::no_such_operator", "cpu"),
+            ("aten::mm", "meta"),
+        ]
+    ]
+    assert found == [True, False, False, True, False, False], (
+        "`torch._C._dispatch_has_kernel_for_dispatch_key` answers otherwise, or autocast has other"
+        " rules: `diagnosis/autocast_rules.py` tells users of them."
+    )
+
+
+class PlainTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        assert _upstream.function_of(ctx) is type(ctx)._forward_cls
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class DecoratedTwice(PlainTwice):
+    forward = staticmethod(torch.amp.custom_fwd(PlainTwice.forward, device_type="cpu"))
+
+
+class WrappedTwice(PlainTwice):
+    forward = staticmethod(functools.wraps(DecoratedTwice.forward)(lambda ctx, x: 2 * x))
+
+
+def test_function_of_is_the_class_of_a_node_and_of_a_ctx():
+    y = PlainTwice.apply(torch.ones(1, requires_grad=True))
+    assert _upstream.function_of(y.grad_fn) is PlainTwice, (
+        "The node of an `autograd.Function` no longer names its class in `_forward_cls`."
+    )
+    assert _upstream.function_of((y * 2).grad_fn) is None
+
+
+def test_uses_custom_fwd_sees_the_decorator_through_other_wrappers():
+    found = [_upstream.uses_custom_fwd(f) for f in (PlainTwice, DecoratedTwice, WrappedTwice)]
+    assert found == [False, True, True], (
+        "`torch.amp.custom_fwd` no longer returns a function of `torch/amp/autocast_mode.py`."
+    )
+
+
+def precision_flags():
+    places = [("generic", "all")]
+    places += [(b, op) for b in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]
+    return [torch._C._get_fp32_precision_getter(*place) for place in places]
+
+
+@pytest.mark.parametrize("legacy", ["highest", "medium"])
+def test_full_float32_puts_both_sets_of_flags_back(legacy):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(legacy)
+        flags = precision_flags()
+        with _upstream.full_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cuda.matmul.allow_tf32
+            assert not torch.backends.cudnn.allow_tf32
+            assert not {"tf32", "bf16"} & set(precision_flags()), "A flag still allows TF32."
+        assert precision_flags() == flags, "The new set of precision flags does not come back."
+        assert torch.get_float32_matmul_precision() == legacy
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_full_float32_works_where_only_the_new_flags_were_written():
+    flags, before = precision_flags(), torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        written = precision_flags()
+        with pytest.raises(RuntimeError, match="legacy"):
+            _ = torch.backends.cuda.matmul.allow_tf32
+        with _upstream.full_float32():
+            assert not {"tf32", "bf16"} & set(precision_flags()), "A flag still allows TF32."
+        assert precision_flags() == written, "The new set of precision flags does not come back."
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert precision_flags() == flags
+
+
+# ---------------------------------------------------------------------- watching for inf and NaN
+
+
+def test_batch_of_gives_what_training_step_was_given():
+    seen = []
+
+    class Looks(Line):
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            seen.append((_upstream.batch_of(closure), self.given))
+
+        def training_step(self, batch, batch_idx):
+            self.given = batch
+            return super().training_step(batch, batch_idx)
+
+    fit(Looks(), n=2)
+    assert len(seen) == 2
+    assert all(found is given for found, given in seen)
+    assert _upstream.batch_of(lambda: None) is None
+    assert _upstream.batch_of(functools.partial(max, 1)) is None
+
+
+def test_inside_backward_is_true_in_a_recomputation_only():
+    seen = []
+
+    def block(x):
+        seen.append(_upstream.inside_backward())
+        return x.tanh()
+
+    for reentrant in (False, True):
+        x = torch.ones(2, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [False, True, False, True]
+
+
+def test_inside_transform_is_true_under_vmap_and_grad_only():
+    seen = []
+
+    def look(x):
+        seen.append(_upstream.inside_transform())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    look(torch.ones(2))
+    assert seen == [False, True, True, False]
+
+
+def test_node_keeps_its_metadata_while_the_graph_lives():
+    y = torch.ones(2, requires_grad=True).exp()
+    y.grad_fn.metadata["mark"] = 1
+    gc.collect()
+    assert y.grad_fn.metadata == {"mark": 1}
+
+
+def test_node_hook_sees_what_goes_out_and_what_comes_in_before_saved_tensors_go():
+    x = torch.full((2,), 3.0, requires_grad=True)
+    y, seen = x.square(), []
+    y.grad_fn.register_hook(lambda made, given: seen.append((made[0].tolist(), given[0].tolist())))
+    (2 * y).sum().backward()
+    assert seen == [([12.0, 12.0], [2.0, 2.0])]
+
+
+# ---------------------------------------------------------------- torch: fused optimizers
+
+
+FUSED = {
+    "adam": lambda p: torch.optim.Adam([p], lr=0.5, fused=True),
+    "adamw": lambda p: torch.optim.AdamW([p], lr=0.5, fused=True),
+    "sgd": lambda p: torch.optim.SGD([p], lr=0.5, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad([p], lr=0.5, fused=True),
+}
+
+
+def with_gradient(*values):
+    p = param()
+    p.grad = torch.tensor(values or (4.0, 8.0))
+    return p
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_steps_with_scale_marks_torch_s_fused_optimizers(name):
+    assert _upstream.steps_with_scale(FUSED[name](param()))
+    assert not _upstream.steps_with_scale(torch.optim.AdamW([param()]))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_skips_on_device_knows_fused_adam_and_adamw(name):
+    assert _upstream.skips_on_device(FUSED[name](param())) is (name in ("adam", "adamw"))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_takes_grad_scale_knows_torch_s_own_fused_optimizers_without_hooks_of_others(name):
+    optimizer = FUSED[name](param())
+    assert _upstream.takes_grad_scale(optimizer)
+    own = type("Own", (type(optimizer),), {})([param()], lr=0.5, fused=True)
+    assert not _upstream.takes_grad_scale(own)
+    handle = optimizer.register_step_pre_hook(lambda *args: None)
+    assert not _upstream.takes_grad_scale(optimizer)
+    handle.remove()
+    optimizer.grad_scale = torch.tensor(2.0)  # a user's own
+    assert not _upstream.takes_grad_scale(optimizer)
+    optimizer.grad_scale = None
+    assert _upstream.takes_grad_scale(optimizer)
+    optimizer.add_param_group({"params": [param()], "fused": False})
+    assert not _upstream.takes_grad_scale(optimizer)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_grad_scale_divides_the_gradients_while_a_fused_optimizer_steps(name):
+    scaled, plain = with_gradient(4.0, 8.0), with_gradient(1.0, 2.0)
+    optimizer = FUSED[name](scaled)
+    with _upstream.grad_scale(optimizer, 4.0, scaled.device):
+        optimizer.step()
+    FUSED[name](plain).step()
+    assert torch.equal(scaled, plain), "fused optimizers no longer divide by `grad_scale`"
+    assert torch.equal(scaled.grad, plain.grad), "nor leave the gradients divided"
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_found_inf_for_makes_a_fused_adam_leave_everything_as_it_was(name):
+    p = with_gradient(INF, 1.0)
+    optimizer = FUSED[name](p)
+    with _upstream.found_inf_for(optimizer, torch.ones(())):
+        optimizer.step()
+    assert p.tolist() == [8.0, 8.0]
+    assert not any(value.any() for value in optimizer.state[p].values())
+    with _upstream.found_inf_for(optimizer, torch.zeros(())):
+        p.grad = torch.ones(2)
+        optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 1.0
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_multiply_multiplies_all_in_one_operation():
+    grads = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    _upstream.multiply_(grads, 0.5)
+    assert [g.tolist() for g in grads] == [[0.5, 1.0], [1.5]]
+
+
+def test_update_scale_backs_off_counts_and_grows_on_the_device():
+    scale, tracker = torch.tensor(8.0), torch.zeros((), dtype=torch.int32)
+    seen = []
+    for found in (1.0, 0.0, 0.0, 0.0):
+        _upstream.update_scale_(scale, tracker, torch.tensor(found), 2.0, 0.5, 2)
+        seen.append((float(scale), int(tracker)))
+    assert seen == [(4.0, 0), (4.0, 1), (8.0, 0), (8.0, 1)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_found_inf_tells_what_torch_s_scaler_has_flagged(fused):
+    p = param()
+    optimizer = torch.optim.AdamW([p], lr=0.5, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    assert not _upstream.found_inf(scaler, optimizer)
+    scaler.scale((p * INF).sum()).backward()
+    scaler.step(optimizer)
+    assert _upstream.found_inf(scaler, optimizer)
+    scaler.update()
+    assert not _upstream.found_inf(scaler, optimizer)
+
+
+# ---------------------------------------------------------------- Lightning: hooks and the last step
+
+
+def test_hooks_and_clip_names_the_method_that_calls_the_hooks_and_clips():
+    called = []
+
+    class Looks(Line):
+        def on_before_optimizer_step(self, optimizer):
+            called.append("hook")
+
+        def configure_gradient_clipping(self, *args, **kwargs):
+            called.append("clip")
+
+    model = Looks()
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    original = getattr(plugin, _upstream.HOOKS_AND_CLIP)
+
+    def wrapped(*args):
+        called.append("before")
+        original(*args)
+        called.append("after")
+
+    setattr(plugin, _upstream.HOOKS_AND_CLIP, wrapped)
+    fit(model, plugin, n=1)
+    assert called == ["before", "hook", "clip", "after"]
+
+
+def test_home_of_is_where_a_function_was_written_whatever_wraps_copies():
+    inherited = L.LightningModule.on_before_optimizer_step
+
+    @functools.wraps(inherited)
+    def instrumented(*args):
+        return inherited(*args)
+
+    assert instrumented.__module__ == inherited.__module__ == "lightning.pytorch.core.hooks"
+    assert _upstream.home_of(inherited) == "lightning.pytorch.core.hooks"
+    assert _upstream.home_of(instrumented) == __name__
+    assert _upstream.home_of(None) == _upstream.home_of(functools.partial(inherited)) == ""
+
+    class Instrumented(Line):
+        on_before_optimizer_step = instrumented
+
+    assert _upstream.is_overridden("on_before_optimizer_step", Instrumented())
+
+
+def test_is_overridden_tells_lightning_s_empty_hooks_from_a_user_s():
+    class Looks(Line):
+        def on_before_optimizer_step(self, optimizer):
+            """Look."""
+
+    class Callback(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            """Look."""
+
+    hook = "on_before_optimizer_step"
+    assert [_upstream.is_overridden(hook, x) for x in (Looks(), Callback())] == [True, True]
+    assert not _upstream.is_overridden(hook, Line())
+    assert not _upstream.is_overridden(hook, L.Callback())
+    for name in ("configure_gradient_clipping", "clip_gradients"):
+        assert not _upstream.is_overridden(name, Line())
+    callback = L.Callback()
+    callback.on_before_optimizer_step = lambda *args: None
+    assert _upstream.is_overridden(hook, callback)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "last"),
+    [
+        ({}, [2, 5]),
+        ({"max_steps": 4}, [2, 3]),
+        ({"limit_train_batches": 2}, [1, 3]),
+    ],
+    ids=str,
+)
+def test_steps_last_is_true_at_the_last_step_of_an_epoch_and_of_the_fit(kwargs, last):
+    seen = []
+
+    class Looks(Line):
+        def optimizer_step(self, *args):
+            seen.append(_upstream.steps_last(self.trainer))
+            super().optimizer_step(*args)
+
+    fit(Looks(), n=3, max_epochs=2, **kwargs)
+    assert [i for i, is_last in enumerate(seen) if is_last] == last
