@@ -1,6 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed precision training in PyTorch Lightning that is correct, and says so when it is not."""
 
+from lightning_amp_guard.diagnosis import (
+    classify_range,
+    compare_precisions,
+    estimate_memory,
+    locate_nonfinite,
+    profile_dtypes,
+    recommend_precision,
+    scan_batch,
+)
 from lightning_amp_guard.errors import (
     AmpGuardError,
     AmpGuardWarning,
@@ -13,15 +22,17 @@ from lightning_amp_guard.fsdp import SafeFSDP
 from lightning_amp_guard.guards import (
     AveragingGate,
     DtypeGuard,
+    NonFiniteLocator,
     ScalerCheckpoint,
     SchedulerGate,
     UnscaleGuard,
     WindowGuard,
 )
-from lightning_amp_guard.monitor import AmpMonitor
+from lightning_amp_guard.monitor import AmpMonitor, Finding
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.precision import SafeAMP
 from lightning_amp_guard.scaler import SkipAwareGradScaler
+from lightning_amp_guard.tokens import TokenClock
 
 __all__ = [
     "AmpGuardError",
@@ -29,7 +40,9 @@ __all__ = [
     "AmpMonitor",
     "AveragingGate",
     "DtypeGuard",
+    "Finding",
     "NonFiniteGradientError",
+    "NonFiniteLocator",
     "SafeAMP",
     "SafeFSDP",
     "ScaledGradientError",
@@ -41,6 +54,14 @@ __all__ = [
     "SkipReason",
     "StepOutcome",
     "StepTally",
+    "TokenClock",
     "UnscaleGuard",
     "WindowGuard",
+    "classify_range",
+    "compare_precisions",
+    "estimate_memory",
+    "locate_nonfinite",
+    "profile_dtypes",
+    "recommend_precision",
+    "scan_batch",
 ]

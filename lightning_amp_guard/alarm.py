@@ -27,6 +27,7 @@ def alarm(
     names: dict[int, str],
     culprit: str | None = None,
     *,
+    finding: str = "",
     scaling: bool = True,
 ) -> AmpGuardError | None:
     """Return the error that a skip ends the run with, or `None` to go on. Host sync: one if so.
@@ -39,15 +40,17 @@ def alarm(
         lane: The optimizer's lane, which noted the gradients before they were clipped.
         names: Parameter names by `id`.
         culprit: The module to blame, where something located it.
+        finding: What located it, in a sentence.
         scaling: Whether losses are scaled (FP16); under bfloat16 no scale can help.
     """
     limit = settings.max_consecutive_skips
+    found = f" {finding}" if finding else ""
     if settings.error_if_nonfinite:
         shown = _listed(nonfinite_parameters(lane, names))
         return NonFiniteGradientError(
             f"`{owner}(error_if_nonfinite=True)`: attempt {outcome.attempt} of optimizer"
             f" {outcome.optimizer_idx} was skipped at scale {outcome.scale:g}: {_what(outcome)}, with"
-            f" non-finite gradients in {shown}. {_remedy(outcome, owner, culprit, scaling)}",
+            f" non-finite gradients in {shown}.{found} {_remedy(outcome, owner, culprit, scaling)}",
             outcome,
         )
     if limit is None or tally.consecutive_skips < limit:
@@ -57,7 +60,7 @@ def alarm(
         f"`{owner}(max_consecutive_skips={limit})`: optimizer {outcome.optimizer_idx} skipped"
         f" {tally.consecutive_skips} updates in a row, the last (attempt {outcome.attempt}) at scale"
         f" {outcome.scale:g}: {_what(outcome)}, with non-finite gradients in {shown}."
-        f" {_expected(outcome, scaling)} {_remedy(outcome, owner, culprit, scaling)}",
+        f"{found} {_expected(outcome, scaling)} {_remedy(outcome, owner, culprit, scaling)}",
         outcome,
     )
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.all_or_none import AllOrNone
 from lightning_amp_guard.lanes import Cell, Lane, Stage
+from lightning_amp_guard.late import LateAttempts
 from lightning_amp_guard.movement import ScaleMovement
+from lightning_amp_guard.one_walk import clip_and_step
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.ranks import RankAgreement
 from lightning_amp_guard.scaler import SkipAwareGradScaler
@@ -38,6 +40,19 @@ class Reopens(Protocol):
 
     def open(self) -> None:
         """Give the parameters their gradients back."""
+
+
+class Witness(Protocol):
+    """Who looks at true gradients before hooks and clipping do."""
+
+    def looks(self) -> bool:
+        """Return whether this attempt's gradients are to be shown."""
+
+    def wants_norm(self) -> bool:
+        """Return whether the norm of an attempt that is not shown is wanted."""
+
+    def show(self, lane: Lane) -> None:
+        """Look at the gradients of `lane`."""
 
 
 class AttemptEngine:
@@ -84,7 +99,10 @@ class AttemptEngine:
         self.optimizers_now: Callable[[], list[Any]] = lambda: [
             x.optimizer for x in self.windows.lanes
         ]
-        self.wants_norm: list[Callable[[], bool]] = []
+        self.witnesses: list[Witness] = []
+        self.late = LateAttempts(settings, scaler, self.windows)
+        # given a lane with its true gradients, and whether its attempt follows at once
+        self.adjusters: list[Callable[[Lane, bool], None]] = []
         self.total_norm: Callable[[list[Tensor]], Tensor] = _upstream.total_norm
 
     def lane(self, optimizer: Any) -> Lane:
@@ -146,7 +164,10 @@ class AttemptEngine:
         """Unscale and check the optimizer's gradients, once per window. Host sync: none."""
         lane = self.lane(optimizer)
         self.windows.refresh()
-        self._unscale_lane(lane)
+        if self.checking:
+            self._unscale_lane(lane)
+        for adjust in self.adjusters:
+            adjust(lane, False)
 
     def _unscale_lane(self, lane: Lane) -> None:
         if lane.stage is Stage.UNSCALED:
@@ -157,7 +178,13 @@ class AttemptEngine:
         self.windows.unscale_(lane)
 
     def attempt(
-        self, lane: Lane, look: Callable[[], object], kwargs: dict[str, Any]
+        self,
+        lane: Lane,
+        look: Callable[[], object],
+        kwargs: dict[str, Any],
+        *,
+        clip: float | None = None,
+        patient: bool = False,
     ) -> StepOutcome | None:
         """Unscale, let hooks and clipping look, step or skip; `None` if there is no gradient.
 
@@ -165,24 +192,49 @@ class AttemptEngine:
             lane: The optimizer's lane.
             look: What may look at and change the true gradients before the step.
             kwargs: For `optimizer.step`.
+            clip: Largest L2 norm, where `look` does nothing but clip to it: one walk may be enough.
+            patient: Whether the outcome may come later, out of `late`; then `None` comes now.
 
-        Host sync: one, plus one after a skip.
+        Host sync: one, plus one after a skip; none if it waits.
         """
-        if self.block is not None:
-            self.block.admit(lane)
-        else:
-            lane.shared = False
-        if not self._check(lane):
+        self._admit(lane)
+        shown = [witness for witness in self.witnesses if witness.looks()]
+        wanted = bool(shown) or any([witness.wants_norm() for witness in self.witnesses])
+        waits = patient and not wanted and self._may_wait(lane)
+        if not waits:
+            self._catch_up()
+        if clip is not None and not shown:
+            norm = self._in_one_walk(lane, clip, kwargs)
+            if norm is not None:
+                return self._conclude(lane, None, norm, False)
+        if not self._check(lane, shown):
             look()
             lane.norm, lane.flags = None, {}
             return None
         if self._next_skip_raises(lane):
             lane.note_finite()
-        wanted = any([wants() for wants in self.wants_norm])
         if wanted:
             lane.norm = self.total_norm(lane.gradients())
         look()
-        nonfinite, norm = read_verdict(lane) if self.checking or wanted else (False, None)
+        if waits and len(lane.flags) == 1:
+            self.late.step(lane, self.tallies[lane.idx].attempted + len(self.late.waiting), kwargs)
+            return None
+        return self._decide(lane, kwargs, read=self.checking or wanted)
+
+    def _admit(self, lane: Lane) -> None:
+        if self.block is not None:
+            self.block.admit(lane)
+        else:
+            lane.shared = False
+
+    def _catch_up(self) -> None:
+        """Have the attempts read that are waiting: this one builds on them. Host sync: one if so."""
+        if self.late.waiting and self.windows.settle is not None:
+            self.windows.settle()
+
+    def _decide(self, lane: Lane, kwargs: dict[str, Any], *, read: bool) -> StepOutcome:
+        """Step or skip. Host sync: one if `read`, plus one after a skip."""
+        nonfinite, norm = read_verdict(lane) if read else (False, None)
         reason, answered = None, False
         if nonfinite:
             reason, answered = blame(lane, self.windows, self.ranks)
@@ -192,25 +244,46 @@ class AttemptEngine:
             lane.optimizer.step(**kwargs)
         return self._conclude(lane, reason, norm, answered)
 
+    def _in_one_walk(self, lane: Lane, clip: float, kwargs: dict[str, Any]) -> float | None:
+        """Return the true norm if one walk was enough to clip and step, else `None`."""
+        alone = self.block is None and (self.ranks is None or not self.ranks.on_every_attempt())
+        if not alone or not self.checking or self.adjusters or self._next_skip_raises(lane):
+            return None
+        self.windows.refresh()
+        self._settle(verify=False)
+        for cell in lane.cells:
+            self._verify(cell)
+        return clip_and_step(lane, self.windows, clip, kwargs)
+
+    def _may_wait(self, lane: Lane) -> bool:
+        alone = self.checking and self.block is None and self.ranks is None and not self.manual
+        steady = not self.tallies[lane.idx].consecutive_skips
+        return alone and steady and self.late.may_wait(lane)
+
     def _next_skip_raises(self, lane: Lane) -> bool:
         limit = self.settings.max_consecutive_skips
         if self.settings.error_if_nonfinite:
             return True
         return limit is not None and self.tallies[lane.idx].consecutive_skips + 1 >= limit
 
-    def _check(self, lane: Lane) -> bool:
+    def _check(self, lane: Lane, shown: Iterable[Witness] = (), *, attempt: bool = True) -> bool:
         """Unscale and check the lane; return whether there is a gradient, here or on another rank."""
         self.windows.refresh()
         present = lane.has_gradients()
-        if not self.checking:
-            return present
-        if present:
+        if self.checking and present:
             self._unscale_lane(lane)
             if not lane.flags:  # assigned after an explicit unscale, which found none
                 lane.stage = Stage.STEPPED
                 self.windows.unscale_(lane)
-        elif not lane.shared:
+        elif self.checking and not lane.shared:
             self.windows.clear(lane)
+        if present:
+            for witness in shown:
+                witness.show(lane)
+        for adjust in self.adjusters:
+            adjust(lane, attempt)
+        if not self.checking:
+            return present
         if self.ranks is not None and self.ranks.on_every_attempt():
             return self._share(lane, self.ranks, present)
         return present
@@ -257,6 +330,23 @@ class AttemptEngine:
         """Bring held gradients to the new scale. Host sync: none."""
         self.movement.scale_moved(ratio)
 
+    def settle(self) -> Iterator[StepOutcome]:
+        """Yield the outcomes that were waiting, each counted when it comes. Host sync: one."""
+        for outcome in self.late.settle():
+            self.tallies[outcome.optimizer_idx] = self.tallies[outcome.optimizer_idx].after(outcome)
+            yield outcome
+
+    def stop_scaling(self) -> None:
+        """Unscale what gradients are held, and scale no more; they are still checked.
+
+        Host sync: none.
+        """
+        if self.windows.scaling:
+            self.windows.move(1.0 / self.scaler.get_scale())
+        neutral = SkipAwareGradScaler("cpu", 1.0, dynamic=False)
+        self.scaler = self.windows.scaler = self.movement.scaler = self.late.scaler = neutral
+        self.windows.scaling, self.checking = False, True
+
     def begin_batch(self) -> None:
         """Open a saved window; count attempts made outside of any training step."""
         if self.reopen is not None:
@@ -275,7 +365,7 @@ class AttemptEngine:
         if self.checking:
             for lane in lanes:
                 lane.shared = False
-                self._check(lane)
+                self._check(lane, attempt=False)
         self.block = AllOrNone(lanes)
         try:
             yield

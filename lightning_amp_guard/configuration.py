@@ -39,7 +39,7 @@ class Configuration:
         max_scale: float | None = 2.0**24,
         backoff_on_nonfinite_loss: bool = False,
         max_consecutive_skips: int | None = 32,
-        on_limit: Literal["raise"] = "raise",
+        on_limit: Literal["raise", "bf16-mixed", "32-true"] = "raise",
         error_if_nonfinite: bool = False,
         bf16_guard: bool = True,
         fp32_modules: Sequence[str] = (),
@@ -72,6 +72,7 @@ class Configuration:
         self._own_scaler = choose_scaler(owner, settings.precision, scale, scaler)
         self.settings = settings
         self.precision: Any = settings.precision
+        self.switched: str | None = None
         self.device = self._device_given or ("cuda" if torch.cuda.is_available() else "cpu")
         self.scaler: SkipAwareGradScaler | None = None
         if settings.precision == "16-mixed":
@@ -137,12 +138,28 @@ class Configuration:
         )
 
     def autocast_dtype(self) -> torch.dtype:
-        """Return the dtype that autocast computes in."""
-        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        """Return the dtype that autocast computes in, where it is on."""
+        return torch.float16 if self.precision == "16-mixed" else torch.bfloat16
+
+    def fall_back(self, precision: str) -> None:
+        """Compute in another precision from now on, without a scale.
+
+        An autocast region that is open, that of a `training_step` in manual optimization, changes
+        with it. Optimizers, schedules and counts go on.
+
+        Args:
+            precision: "bf16-mixed" or "32-true".
+        """
+        self.precision, self.scaler, self.switched = precision, None, precision
+        if torch.is_autocast_enabled(self.device):  # on leaving it, torch restores what was before
+            torch.set_autocast_enabled(self.device, precision != "32-true")
+            torch.set_autocast_dtype(self.device, self.autocast_dtype())
 
     def autocast_context_manager(self) -> torch.autocast:
         """Return the autocast context of a forward pass."""
         dtype, cache = self.autocast_dtype(), self.settings.weight_cache
+        if self.precision == "32-true":
+            return torch.autocast(self.device, enabled=False)
         return torch.autocast(self.device, dtype=dtype, cache_enabled=cache)
 
 

@@ -31,6 +31,7 @@ class SafeFSDPCore(AmpPlugin):
     namespace: ClassVar[str] = "lightning_amp_guard"
     trainer_name: ClassVar[str] = "lightning.pytorch.Trainer"
     _desired_input_dtype = torch.float32
+    clips_locally = False
 
     @property
     def mixed_precision_config(self) -> ShardPrecision:
@@ -52,6 +53,31 @@ class SafeFSDPCore(AmpPlugin):
             buffer_dtype=half,
             cast_root_forward_inputs=False,
         )
+
+    def _prepare(self) -> None:
+        if self.settings.on_limit != "raise":
+            raise ValueError(
+                f"`{self._name()}(on_limit={self.settings.on_limit!r})`: FSDP1 fixes the dtype of its"
+                ' units when they are made. Expected "raise". Restart from the last checkpoint with'
+                f' `{self._name()}(precision="bf16-mixed")`, or use `SafeAMP` with'
+                " `ModelParallelStrategy` (FSDP2)."
+            )
+        super()._prepare()
+
+    def fall_back(self, precision: str) -> None:
+        """Stay in the precision of the units; only a checkpoint can ask for another.
+
+        Raises:
+            MisconfigurationException: The units were made for another precision.
+        """
+        if precision != self.precision:
+            raise self.fail(
+                f"`{self._name()}(precision={self.settings.precision!r})`: the checkpoint's run had"
+                f" gone over to {precision!r}, and FSDP1 fixes the dtype of its units when they are"
+                f" made. Expected the same precision. Write"
+                f' `{self._name()}(precision="bf16-mixed")`.'
+            )
+        self.switched = precision
 
     def connect(self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Begin a fit; every module of `fp32_modules` has to be an FSDP unit by now.

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from lightning_amp_guard import _upstream
 from lightning_amp_guard.anomaly import AnomalyProbe
 from lightning_amp_guard.attempt import AttemptEngine
 from lightning_amp_guard.configuration import Configuration
+from lightning_amp_guard.errors import AmpGuardError
 from lightning_amp_guard.fp32_scope import Float32Scopes
 from lightning_amp_guard.guards._base import GuardCore
 from lightning_amp_guard.guards.checkpoint import ScalerCheckpointCore
@@ -21,6 +22,8 @@ from lightning_amp_guard.ranks import DdpSpread, RankAgreement
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 
 __all__ = ["LifeCycle"]
+
+_STAGES = {"outcome": "_after", "loss": "_see_loss", "batch": "_see_batch"}
 
 
 class LifeCycle(Configuration):
@@ -33,8 +36,8 @@ class LifeCycle(Configuration):
     guard_types: ClassVar[tuple[type[GuardCore], ...]] = ()
 
     def _prepare(self) -> None:
-        self.tallies: list[StepTally] = []
-        self.last_outcome: StepOutcome | None = None
+        self._tallies: list[StepTally] = []
+        self._last: StepOutcome | None = None
         self.trainer: Any = None
         self.module: Any = None
         self.engine: AttemptEngine | None = None
@@ -48,11 +51,30 @@ class LifeCycle(Configuration):
         self._scopes: Float32Scopes | None = None
         self._unguarded: set[int] = set()
         self._after: list[Callable[[StepOutcome], None]] = []
+        self._after_skip: list[Callable[[StepOutcome, Any], None]] = []
         self._see_batch: list[Callable[[Any], None]] = []
+        self._see_loss: list[Callable[[Any], None]] = []
         self._heard: tuple[Any, int] = (None, 0)
+        self._patient = self._unseen = False
+        self._overdue: AmpGuardError | None = None
         self._hooks: list[Callable[[StepOutcome], Any]] = []
         self._handled: list[Any] = []
         self._probe = AnomalyProbe(self.warn)
+
+    def settle(self) -> None:
+        """Read the attempts that nobody has read yet, and tell of them."""
+
+    @property
+    def tallies(self) -> list[StepTally]:
+        """The counts per optimizer. Host sync: one where attempts are still to be read."""
+        self.settle()
+        return self._tallies
+
+    @property
+    def last_outcome(self) -> StepOutcome | None:
+        """The newest outcome. Host sync: one where attempts are still to be read."""
+        self.settle()
+        return self._last
 
     @property
     def tally(self) -> StepTally:
@@ -96,7 +118,7 @@ class LifeCycle(Configuration):
             self.settings,
             self.scaler or SkipAwareGradScaler("cpu", 1.0, dynamic=False),
             optimizers,
-            self.tallies,
+            self._tallies,
             scaling=scaling,
             checking=scaling or self.settings.bf16_guard,
             manual=not self.module.automatic_optimization,
@@ -104,13 +126,16 @@ class LifeCycle(Configuration):
         self.engine.optimizers_now = lambda: list(self.trainer.optimizers)
         self._agree_over_ranks(self.engine)
         if self.scaler is not None:
-            self.scaler.watcher = self.engine
+            self.scaler.watcher, self.scaler.settle = self.engine, self.settle
+        self.engine.windows.settle = self.settle
         self.active = True
         self._checkpoint = self._pick_guards()
         for guard in self.guards:
             guard.attach(self)
         self._after = [g.after_outcome for g in self.guards if _overrides(g, "after_outcome")]
+        self._after_skip = [g.after_skip for g in self.guards if _overrides(g, "after_skip")]
         self._see_batch = [g.see_batch for g in self.guards if _overrides(g, "see_batch")]
+        self._see_loss = []
         self._heard = (None, 0)
 
     def _agree_over_ranks(self, engine: AttemptEngine) -> None:
@@ -127,17 +152,32 @@ class LifeCycle(Configuration):
             engine.movement.ranks = engine.ranks
 
     def _pick_guards(self) -> ScalerCheckpointCore:
-        chosen = []
+        chosen: list[Any] = []
+        passed = [cb for cb in self.trainer.callbacks if isinstance(cb, GuardCore)]
         for kind in self.guard_types:
-            own = [cb for cb in self.trainer.callbacks if isinstance(cb, kind)]
-            if len(own) > 1:
-                raise self.fail(
-                    f"`Trainer(callbacks=...)` holds {len(own)} guards of the kind `{kind.name}`."
-                    " Expected at most one, since a rule is enforced once. Keep the one you mean."
-                )
-            chosen.append(own[0] if own else kind())
+            own = [cb for cb in passed if isinstance(cb, kind)]
+            chosen += self._at_most_one(own) or [kind()]
+        others = [cb for cb in passed if not isinstance(cb, self.guard_types)]
+        for name in dict.fromkeys(cb.name for cb in others):
+            chosen += self._at_most_one([cb for cb in others if cb.name == name])
         self.guards = [guard for guard in chosen if guard.enabled]
         return next(guard for guard in chosen if isinstance(guard, ScalerCheckpointCore))
+
+    def _at_most_one(self, own: list[GuardCore]) -> list[GuardCore]:
+        if len(own) > 1:
+            raise self.fail(
+                f"`Trainer(callbacks=...)` holds {len(own)} guards of the kind `{own[0].name}`."
+                " Expected at most one, since a rule is enforced once. Keep the one you mean."
+            )
+        return own
+
+    def fall_back(self, precision: str) -> None:
+        """Go on in another precision; gradients that others hold are unscaled first."""
+        if self.scaler is not None:
+            self.scaler.watcher = self.scaler.settle = None
+        if self.engine is not None:
+            self.engine.stop_scaling()
+        super().fall_back(precision)
 
     def _speak_of_closures(self, optimizers: list[Optimizer]) -> None:
         if not optimizers:
@@ -157,11 +197,13 @@ class LifeCycle(Configuration):
 
     def _close(self) -> None:
         if self.active:
+            self.settle()
             self._gates = self.saved_gates()
         self.active = False
+        self._overdue = None
         self._probe.loss = None  # left there by an exception before the backward pass
         if self.scaler is not None:
-            self.scaler.watcher = None
+            self.scaler.watcher = self.scaler.settle = None
         for guard in self.guards:
             guard.detach()
 
@@ -181,6 +223,7 @@ class LifeCycle(Configuration):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plugin's checkpoint entry; see `ScalerCheckpoint`."""
+        self.settle()
         if self._checkpoint.enabled:
             return self._checkpoint.entry(self)
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -205,12 +248,16 @@ class LifeCycle(Configuration):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Find and restore the entry when fitting; otherwise leave everything as it is."""
-        found = self._checkpoint.find(checkpoint, type(self).__qualname__)
+        found = self.saved_entry(checkpoint)
         # Lightning hands the same entries to `load_state_dict` next: done, or not wanted
         names = (type(self).__qualname__, "native_amp_scaling_state")
         self._handled = [checkpoint[name] for name in names if name in checkpoint]
         if self.trainer is None or _upstream.is_fitting(self.trainer):
             self._checkpoint.restore(self, self._adapted(found))
+
+    def saved_entry(self, checkpoint: Mapping[str, Any]) -> Any:
+        """Return the entry of a whole checkpoint that this plugin would restore, or `None`."""
+        return self._checkpoint.find(checkpoint, type(self).__qualname__)
 
     def _adapted(self, entry: Any) -> Any:
         """Return a checkpoint entry as this plugin can restore it."""
@@ -229,6 +276,21 @@ class LifeCycle(Configuration):
         assert self.engine is not None
         return self.engine
 
+    def hear(self, stage: Literal["outcome", "loss", "batch"], call: Callable[[Any], None]) -> None:
+        """Call `call` for the rest of the fit, or for "batch" at the next training batch.
+
+        A list is replaced, not changed: it may be run through at the moment.
+        """
+        name = _STAGES[stage]
+        setattr(self, name, [*getattr(self, name), call])
+        self._heard = (None, 0)  # whether outcomes may be late has to be found out again
+
+    def unhear(self, call: Callable[[Any], None]) -> None:
+        """Call it no more."""
+        for name in _STAGES.values():
+            setattr(self, name, [heard for heard in getattr(self, name) if heard != call])
+        self._heard = (None, 0)
+
     def unguarded(self) -> set[int]:
         """Return the optimizers that step without an outcome."""
         return self._unguarded
@@ -239,8 +301,10 @@ class LifeCycle(Configuration):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle settings, scale and counts; what belongs to a run stays behind."""
-        gone = dict.fromkeys(("trainer", "module", "engine", "_probe"))
+        self.settle()
+        gone = dict.fromkeys(("trainer", "module", "engine", "_probe", "_overdue"))
         fresh = {"guards": [], "active": False, "_scopes": None, "_after": [], "_see_batch": []}
+        fresh |= {"_after_skip": [], "_see_loss": []}
         rest = {"_heard": (None, 0), "_hooks": [], "_handled": []}
         return {**self.__dict__, **gone, **fresh, **rest}
 

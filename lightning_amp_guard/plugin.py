@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.alarm import alarm
 from lightning_amp_guard.errors import AmpGuardError
-from lightning_amp_guard.life_cycle import LifeCycle
-from lightning_amp_guard.outcome import StepOutcome
+from lightning_amp_guard.hearing import Hearing
+from lightning_amp_guard.scaler import outside_autocast
 
 __all__ = ["AmpPlugin"]
 
 
-class AmpPlugin(LifeCycle):
+class AmpPlugin(Hearing):
     """The part of a precision plugin that does not depend on its Lightning base class.
 
     A shell class derives from this and from Lightning's plugin, in this order, names its guards and
@@ -51,9 +51,18 @@ class AmpPlugin(LifeCycle):
         if engine is not None and engine.manual:
             engine.movement.end_batch(None)
 
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        """Autocast around a validation step, where the host waits for the device anyway."""
+        self.settle()
+        with self.forward_context():  # type: ignore[attr-defined]
+            yield
+
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Scale the loss; every open window is made ready for the gradients to come."""
         if self.active and self.engine is not None:
+            for look in self._see_loss:
+                look(tensor)
             if self.scaler is None:
                 self.engine.before_backward(tensor)
             elif self._probe.on():
@@ -88,7 +97,7 @@ class AmpPlugin(LifeCycle):
         `on_before_optimizer_step`. A second call does nothing; the `LightningOptimizer` that
         `self.optimizers()` returns is accepted. Host sync: none.
         """
-        if self.active and self.engine is not None and self.engine.checking:
+        if self.active and self.engine is not None:
             self.engine.unscale_(optimizer)
 
     def all_or_none(self, *optimizers: Any) -> AbstractContextManager[None]:
@@ -122,15 +131,56 @@ class AmpPlugin(LifeCycle):
         engine = self.engine if self.active else None
         lane = None if engine is None else engine.lane(optimizer)
         if engine is None or lane is None or lane.idx in self._unguarded:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+            return self._step_unguarded(optimizer, model, closure, kwargs)
         result = closure()
-        look = partial(self._after_closure, model, lane.optimizer)  # type: ignore[attr-defined]
-        outcome = engine.attempt(lane, look, kwargs)
+        self._listen()
+        look, clip = self._between(model, lane.optimizer)
+        if engine.manual:
+            with outside_autocast(self.device):  # `training_step` goes on around this
+                outcome = engine.attempt(lane, look, kwargs, clip=clip)
+        else:
+            outcome = engine.attempt(lane, look, kwargs, clip=clip, patient=self._may_be_late())
         if outcome is not None:
-            self._conclude(outcome)
+            self._conclude(outcome, closure)
+        else:
+            self._settle_if_long()
+        if self._overdue is not None:
+            self._raise_overdue()
         if not engine.manual:
             engine.movement.end_batch(_upstream.batch_number(self.trainer))
+        self._forget_casts()
         return result
+
+    def _step_unguarded(self, optimizer: Any, model: Any, closure: Any, kwargs: Any) -> Any:
+        """Step as stock does, except that by hand the closure alone runs under autocast."""
+        region = self.forward_context if torch.is_autocast_enabled(self.device) else nullcontext  # type: ignore[attr-defined]
+        forward = partial(self._with_fresh_casts, closure, region)
+        with outside_autocast(self.device):
+            result = super().optimizer_step(optimizer, model=model, closure=forward, **kwargs)  # type: ignore[misc]
+        self._forget_casts()
+        return result
+
+    def _with_fresh_casts(self, closure: Callable[[], Any], region: Callable[[], Any]) -> Any:
+        self._forget_casts()
+        with region():
+            return closure()
+
+    def _forget_casts(self) -> None:
+        # By hand, a training step goes on after its optimizer's, in the same autocast region, and
+        # torch does not notice that the weights have moved on from their kept casts.
+        if self.settings.weight_cache:
+            torch.clear_autocast_cache()
+
+    def _between(self, model: Any, optimizer: Any) -> tuple[Callable[[], object], float | None]:
+        """Return what happens between unscaling and stepping, and the norm to clip to if only that."""
+        clip = self.trainer.gradient_clip_val if model.automatic_optimization else None
+        if not self._unseen:
+            return partial(self._after_closure, model, optimizer), None  # type: ignore[attr-defined]
+        if not clip or clip <= 0:
+            return _nothing, None
+        kind = self.trainer.gradient_clip_algorithm or "norm"
+        look = partial(self.clip_gradients, optimizer, clip, kind)
+        return look, float(clip) if kind == "norm" else None
 
     def clip_gradients(
         self, optimizer: Any, clip_val: Any = 0.0, *args: Any, **kwargs: Any
@@ -155,37 +205,6 @@ class AmpPlugin(LifeCycle):
         if self.active and self.engine is not None:
             self.engine.lane(optimizer).norm = norm
 
-    def _conclude(self, outcome: StepOutcome) -> None:
-        self.last_outcome = outcome
-        for after in self._after:
-            after(outcome)
-        callbacks = self.trainer.callbacks
-        if self._heard[0] is not callbacks or self._heard[1] != len(callbacks):
-            self._heard, self._hooks = (callbacks, len(callbacks)), self._find_hooks(callbacks)
-        for hook in self._hooks:
-            hook(outcome)
-        if not outcome.applied:
-            self._sound_alarm(outcome)
 
-    def _find_hooks(self, callbacks: list[Any]) -> list[Callable[[StepOutcome], Any]]:
-        heard = [getattr(callback, "on_step_outcome", None) for callback in callbacks]
-        hooks = [partial(h, self.trainer, self.module) for h in heard if callable(h)]
-        own = getattr(self.module, "on_step_outcome", None)
-        return [*hooks, own] if callable(own) else list(hooks)
-
-    def _sound_alarm(self, outcome: StepOutcome) -> None:
-        assert self.engine is not None
-        idx = outcome.optimizer_idx
-        error = alarm(
-            outcome,
-            self.tallies[idx],
-            self.settings,
-            self._name(),
-            self.engine.windows.lanes[idx],
-            self.parameter_names(),
-            scaling=self.scaler is not None,
-        )
-        if error is not None:
-            # a checkpoint written because of the error must not end the resumed run at once
-            self.tallies[idx] = self.tallies[idx].forgiven()
-            raise error
+def _nothing() -> None:
+    """Stand for hooks and clipping where nobody has any."""

@@ -73,15 +73,21 @@ class SafeAMP(SafeAMPCore, MixedPrecision):  # type: ignore[misc]  # the mixin t
             not depend on the scale, so by default it leaves the scale alone.
         max_consecutive_skips: `SkipLimitError` at the n-th skip in a row of one optimizer; `None`
             for never.
-        on_limit: "raise", the only choice so far.
+        on_limit: What happens at `max_consecutive_skips`: "raise" ends the run; "bf16-mixed" or
+            "32-true" lets the rest of it go on in that precision, with one warning. Checkpoints keep
+            this, so a resumed run goes on in it whatever `precision` says; as many skips in a row
+            once more end it.
         error_if_nonfinite: Debugging: the first skip raises `NonFiniteGradientError`.
         bf16_guard: Under bfloat16 skip an update with a non-finite gradient instead of applying it.
-            Costs one walk over the gradients and one host read per step.
+            Costs one host read per step, and one walk over the gradients where clipping by norm does
+            not read them anyway.
         fp32_modules: Names or `fnmatch` patterns of modules that run in float32 with autocast off;
             "!" takes names away again: `["*", "!encoder.*"]`. Forward only.
         weight_cache: Let autocast keep each weight's cast within one forward pass. Saves casts when
             a weight is used several times, but sums its gradient in float16 on the cast: 4096 ones
-            gave 2048, and 16 times 8192 gave inf.
+            gave 2048, and 16 times 8192 gave inf. Casts are made anew after each optimizer step; an
+            edit of a weight by hand between two forward passes of one training step needs
+            `torch.clear_autocast_cache()` after it.
         sync_found_inf: Whether ranks agree by an all-reduce of their own. "auto" adds one of two
             numbers per attempt, except under plain DDP in automatic optimization (no communication
             hook, no ignored or later-thawed parameters), where the gradients spread an inf; after a
@@ -93,7 +99,10 @@ class SafeAMP(SafeAMPCore, MixedPrecision):  # type: ignore[misc]  # the mixin t
         TypeError: An argument has the wrong type; the message names it.
         MisconfigurationException: At set-up, when the combination cannot work.
 
-    Host sync: one scalar per attempt, after a skip one more for the losses.
+    Host sync: one scalar per attempt, after a skip one more for the losses. None for torch's fused
+        Adam and AdamW in automatic optimization on one process, unless clipping by norm reads it or
+        somebody needs the outcome at once: attempts are then read at log steps, schedules,
+        validation, checkpoints, the end of an epoch, and every 32 attempts.
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -19,20 +19,24 @@ from lightning_amp_guard.guards._base import GuardSetup
 from lightning_amp_guard.guards.averaging import AveragingGateCore, averaging_callbacks
 from lightning_amp_guard.guards.checkpoint import ScalerCheckpointCore
 from lightning_amp_guard.guards.dtypes import DtypeGuardCore
+from lightning_amp_guard.guards.locate import NonFiniteLocatorCore
 from lightning_amp_guard.guards.schedule import SchedulerGateCore
 from lightning_amp_guard.guards.unscale import UnscaleGuardCore
 from lightning_amp_guard.guards.window import WindowGuardCore
 from lightning_amp_guard.monitor.monitor import AmpMonitorCore
 from lightning_amp_guard.precision import SafeAMPCore
+from lightning_amp_guard.tokens import TokenClockCore
 
 __all__ = [
     "AmpMonitor",
     "AveragingGate",
     "DtypeGuard",
+    "NonFiniteLocator",
     "SafeAMP",
     "SafeFSDP",
     "ScalerCheckpoint",
     "SchedulerGate",
+    "TokenClock",
     "UnscaleGuard",
     "WindowGuard",
 ]
@@ -73,6 +77,10 @@ class DtypeGuard(DtypeGuardCore, Guard):
     """`lightning_amp_guard.DtypeGuard` for `pytorch_lightning.Trainer`."""
 
 
+class NonFiniteLocator(NonFiniteLocatorCore, Guard):
+    """`lightning_amp_guard.NonFiniteLocator` for `pytorch_lightning.Trainer`."""
+
+
 _GUARDS = (
     UnscaleGuard,
     WindowGuard,
@@ -80,6 +88,7 @@ _GUARDS = (
     AveragingGate,
     ScalerCheckpoint,
     DtypeGuard,
+    NonFiniteLocator,
 )
 
 
@@ -101,6 +110,10 @@ class SafeFSDP(SafeFSDPCore, FSDPPrecision):  # type: ignore[misc]  # the mixin 
     lightning_base = FSDPPrecision
     namespace = _HERE
     trainer_name = "pytorch_lightning.Trainer"
+
+
+class TokenClock(TokenClockCore, Guard):
+    """`lightning_amp_guard.TokenClock` for `pytorch_lightning.Trainer`."""
 
 
 class AmpMonitor(AmpMonitorCore, Callback):

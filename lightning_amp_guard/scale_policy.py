@@ -93,11 +93,14 @@ class ScalePolicy:
 
     def clamp(self, scale: float) -> float:
         """Return `scale` moved to the nearest bound where it lies outside."""
-        low, high = (
-            self.settings.min_scale or SMALLEST_SCALE,
-            self.settings.max_scale or LARGEST_SCALE,
-        )
-        return float32(min(max(scale, low, SMALLEST_SCALE), high, LARGEST_SCALE))
+        low, high = self.bounds
+        return float32(min(max(scale, low), high))
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest scale allowed."""
+        low = max(self.settings.min_scale or SMALLEST_SCALE, SMALLEST_SCALE)
+        return low, min(self.settings.max_scale or LARGEST_SCALE, LARGEST_SCALE)
 
     def _move(self, scale: float) -> float:
         before, self.scale = self.scale, self.clamp(scale)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,9 +14,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.scaler_base import BoundedGradScaler
+from lightning_amp_guard.scaler_base import BoundedGradScaler, one_number
 
-__all__ = ["SkipAwareGradScaler", "read_flags"]
+__all__ = ["SkipAwareGradScaler", "outside_autocast", "read_flags"]
 
 
 class SkipAwareGradScaler(BoundedGradScaler):
@@ -161,7 +161,8 @@ class SkipAwareGradScaler(BoundedGradScaler):
         if not state["found_inf_per_device"]:
             return None
         skipped = state["skipped"] = read_flags(state["found_inf_per_device"].values())
-        result = None if skipped else optimizer.step(**kwargs)
+        with outside_autocast(self._device):
+            result = None if skipped else optimizer.step(**kwargs)
         state["stage"] = OptState.STEPPED
         return cast("float | None", result)
 
@@ -187,17 +188,15 @@ class SkipAwareGradScaler(BoundedGradScaler):
             new_scale: Sets the scale instead, moved to the nearest bound.
 
         Raises:
-            ValueError: `new_scale` is NaN.
+            ValueError: `new_scale` is NaN, or a tensor of several elements.
+            TypeError: `new_scale` is no number.
 
         Host sync: one flag per device for optimizers that were unscaled but not stepped.
         """
         if not self.is_enabled():
             return
         if new_scale is not None:
-            value = float(new_scale)
-            if math.isnan(value):
-                raise ValueError(f"`update(new_scale={new_scale!r})`: expected a number above 0.")
-            self.set_scale(value)
+            self.set_scale(one_number(new_scale))
         elif checked := [
             s for s in self._per_optimizer_states.values() if s["found_inf_per_device"]
         ]:
@@ -220,6 +219,20 @@ class SkipAwareGradScaler(BoundedGradScaler):
 def read_flags(flags: Iterable[Tensor]) -> bool:
     """Return whether a flag is set. Host sync: one per flag."""
     return any([flag.item() for flag in flags])
+
+
+def outside_autocast(device: str) -> AbstractContextManager[object]:
+    """Return a context without autocast, so that an optimizer's own products stay in float32.
+
+    In manual optimization Lightning's autocast region is around the whole `training_step`, steps
+    included: the matrix products of Muon and Adafactor would be computed in half precision.
+
+    Args:
+        device: Device type.
+    """
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _gradients(holder: Any, allow_fp16: bool) -> list[Tensor]:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import numbers
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_amp_guard import _upstream
 from lightning_amp_guard.scale_policy import ScalePolicy
 from lightning_amp_guard.settings import ScaleSettings, flag
 from lightning_amp_guard.state import read_scaler_state
 
-__all__ = ["BoundedGradScaler", "ScaleWatcher"]
+__all__ = ["BoundedGradScaler", "ScaleWatcher", "one_number"]
 
 
 class ScaleWatcher(Protocol):
@@ -74,9 +77,11 @@ class BoundedGradScaler(torch.amp.GradScaler):
         self.policy = ScalePolicy.start(settings)
         self.watcher: ScaleWatcher | None = None
         self._inverse: Tensor | None = None
+        self.settle: Callable[[], None] | None = None
 
     def set_scale(self, scale: float) -> None:
         """Set the scale, moved to the nearest bound. Host sync: none."""
+        self._settle()
         before = self.policy.scale
         self.policy.scale = self.policy.clamp(scale)
         self._moved(self.policy.scale / before)
@@ -92,10 +97,41 @@ class BoundedGradScaler(torch.amp.GradScaler):
             self.watcher.scale_moved(ratio)
 
     def get_scale(self) -> float:
-        """Return the scale. Host sync: none."""
+        """Return the scale. Host sync: none, or one where attempts are still to be read."""
+        self._settle()
         return self.policy.scale if self.is_enabled() else 1.0
 
+    def _settle(self) -> None:
+        if self.settle is not None:
+            self.settle()
+
+    @property
+    def device_scale(self) -> Tensor:
+        """The scale as it is on the device, where attempts may have moved it that nobody has read."""
+        assert self._scale is not None
+        return self._scale
+
+    def move_on_device(self, tracker: Tensor, found: Tensor) -> None:
+        """Let the scale on the device follow an attempt; the host follows later. Host sync: none.
+
+        Args:
+            tracker: Clean attempts since the scale last moved, int32.
+            found: 1.0 at an overflow, else 0.0.
+        """
+        settings = self.policy.settings
+        _upstream.update_scale_(
+            self.device_scale,
+            tracker,
+            found,
+            settings.growth_factor,
+            settings.backoff_factor,
+            settings.growth_interval,
+        )
+        self.device_scale.clamp_(*self.policy.bounds)
+        self._inverse = None
+
     def _get_growth_tracker(self) -> int:
+        self._settle()
         return self.policy.growth_tracker if self.is_enabled() else 0
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -111,6 +147,7 @@ class BoundedGradScaler(torch.amp.GradScaler):
         self._set(growth_interval=new_interval)
 
     def _set(self, **changes: Any) -> None:
+        self._settle()
         settings = replace(self.policy.settings, **changes)
         within = replace(settings, init_scale=self.policy.clamp(settings.init_scale))
         self.policy.settings = within.checked(type(self).__name__)
@@ -134,9 +171,15 @@ class BoundedGradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle settings and state; windows under way and tensors on a device stay behind."""
-        gone = {"watcher": None, "_inverse": None, "_scale": None, "_growth_tracker": None}
+        gone = {
+            "watcher": None,
+            "settle": None,
+            "_inverse": None,
+            "_scale": None,
+            "_growth_tracker": None,
+        }
         if not self.is_enabled():
-            return {**self.__dict__, "watcher": None}
+            return {**self.__dict__, "watcher": None, "settle": None}
         states = self._per_optimizer_states
         start = {
             "_init_scale": self.policy.scale,
@@ -144,3 +187,24 @@ class BoundedGradScaler(torch.amp.GradScaler):
             "_per_optimizer_states": type(states)(states.default_factory),  # type: ignore[attr-defined]
         }
         return {**self.__dict__, **gone, **start}
+
+
+def one_number(new_scale: Any) -> float:
+    """Return what is to become the scale as a plain number.
+
+    Raises:
+        ValueError: It is NaN, or a tensor of several elements.
+        TypeError: It is no number.
+
+    Host sync: one if it is a tensor.
+    """
+    one = isinstance(new_scale, Tensor) and new_scale.numel() == 1
+    value = new_scale.detach().item() if one else new_scale
+    seen = (
+        f"`update(new_scale={new_scale!r})`: expected a number above 0 or a tensor of one element."
+    )
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Tensor)):
+        raise TypeError(seen)
+    if isinstance(value, Tensor) or math.isnan(value):
+        raise ValueError(seen)
+    return float(value)

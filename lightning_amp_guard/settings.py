@@ -158,9 +158,18 @@ class AmpSettings:
             owner,
             "on_limit",
             self.on_limit,
-            ("raise",),
-            "Going on in another precision is not available yet.",
+            ("raise", "bf16-mixed", "32-true"),
         )
+        if self.on_limit == self.precision:
+            raise ValueError(
+                refuse(
+                    owner,
+                    "on_limit",
+                    self.on_limit,
+                    f"another precision than `precision={self.precision!r}`, which the run has",
+                    'Write `on_limit="32-true"`, or "raise".',
+                )
+            )
         choice(owner, "sync_found_inf", self.sync_found_inf, ("auto", True, False))
         limit = self.max_consecutive_skips
         if limit is not None:

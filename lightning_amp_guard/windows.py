@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,20 @@ from lightning_amp_guard import _upstream
 from lightning_amp_guard.lanes import Cell, Lane, Stage
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 
-__all__ = ["GradientWindows"]
+__all__ = ["GradientWindows", "PassListener"]
+
+
+class PassListener(Protocol):
+    """Who follows what the gradients of each cell are made of."""
+
+    def before_pass(self, cell: Cell) -> None:
+        """Learn that a backward pass may add to the gradients there are, before they are touched."""
+
+    def after_pass(self, cell: Cell) -> None:
+        """Learn that a backward pass has reached the cell."""
+
+    def inherited(self, cell: Cell, before: Sequence[Cell]) -> None:
+        """Learn that `cell` goes on from other cells."""
 
 
 class GradientWindows:
@@ -46,7 +59,11 @@ class GradientWindows:
         ]
         self.cells: list[Cell] = []
         self.pending: Tensor | None = None
+        self.reached: list[Cell] = []  # by the last backward pass
+        self.loss: Tensor | None = None  # of the last backward pass
         self.overflows = 0
+        self.settle: Callable[[], None] | None = None
+        self.listener: PassListener | None = None
         self._known: list[tuple[Lane, list[list[int]]]] = []
         self.refresh()
 
@@ -99,6 +116,8 @@ class GradientWindows:
                 self.scaler.multiply_held_(
                     Cell([p for p in params if held_by.get(p) is old]), scale
                 )
+        if self.listener is not None:
+            self.listener.inherited(cell, before)
         cell.mark()
         return cell
 
@@ -111,11 +130,15 @@ class GradientWindows:
         """
         self.refresh()
         for cell in self.cells:
+            if self.listener is not None:
+                self.listener.before_pass(cell)
             if not cell.has_gradients():
                 cell.restart()
                 if len(self.cells) > 1:
                     cell.mark()
             elif not cell.scaled:
+                if self.settle is not None:  # was it skipped? that decides what is left over
+                    self.settle()
                 self._rescale_leftovers(cell)
             cell.scaled = True
         for lane in self.lanes:
@@ -142,11 +165,15 @@ class GradientWindows:
         loss, self.pending = self.pending, None
         if loss is None:
             return
+        self.reached, self.loss = [], loss
         for cell in self.cells:
             # with one optimizer the loss is its own; with several, only of those it reached
             if len(self.cells) == 1 or _upstream.moved_since(cell.params, cell.marks):
                 cell.add_loss(loss)
                 cell.mark()
+                self.reached.append(cell)
+                if self.listener is not None:
+                    self.listener.after_pass(cell)
 
     # ------------------------------------------------------------------ step
 
@@ -158,7 +185,7 @@ class GradientWindows:
             if again:
                 cell.restart(leftovers=True)
             if cell.scaled:
-                cell.overflows_before, cell.scale = self.overflows, self.scaler.get_scale()
+                cell.overflows_before, cell.scale = self.overflows, self.scaler.policy.scale
             flags = self.scaler.check_(cell, scaled=self.scaling and cell.scaled)
             cell.flags = list(flags.values())
             for device, flag in flags.items():
@@ -167,6 +194,15 @@ class GradientWindows:
             cell.scaled = False
         lane.stage = Stage.UNSCALED
         self.scaler.note_unscaled(lane.optimizer, lane.flags)
+
+    def note_unscaled(self, lane: Lane) -> None:
+        """Take down that the lane's gradients are finite and unscaled, or will be by its step."""
+        for cell in lane.cells:
+            if cell.scaled:
+                cell.overflows_before, cell.scale = self.overflows, self.scaler.policy.scale
+            cell.flags, cell.scaled = [], False
+        lane.flags, lane.stage = {}, Stage.UNSCALED
+        self.scaler.note_unscaled(lane.optimizer, {})
 
     def clear(self, lane: Lane) -> None:
         """Forget the last window of a lane that arrives at its step without gradients.

@@ -105,6 +105,19 @@ class ManualLine(Line):
         """What happens between backward and step; for subclasses."""
 
 
+class WantsNorm:
+    """Asks the engine for the gradient norm of every attempt; for its `witnesses`."""
+
+    def looks(self) -> bool:
+        return False
+
+    def wants_norm(self) -> bool:
+        return True
+
+    def show(self, lane: Any) -> None:
+        """Look at nothing."""
+
+
 def batches(n: int, width: int = 4, size: int = 4) -> DataLoader[Any]:
     """Return a loader of `n` batches of ones."""
     return DataLoader(TensorDataset(torch.ones(n * size, width)), batch_size=size)

@@ -12,6 +12,7 @@ BACKOFF = "once the scale has backed off"
 ADVICE = 'Use `precision="bf16-mixed"`'
 
 
+@pytest.mark.filterwarnings("ignore:`NonFiniteLocator`")  # it speaks of skips that go on
 @pytest.mark.parametrize(
     ("precision", "fault", "said", "unsaid"),
     [

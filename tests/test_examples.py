@@ -22,6 +22,8 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
+# AmpMonitor says so of stock, whose table shows it in full.
+@pytest.mark.filterwarnings("ignore:AMP102")
 def test_quickstart_shows_stock_schedule_ahead_and_safe_amp_in_step(
     capsys: pytest.CaptureFixture[str],
 ):
@@ -83,6 +85,35 @@ def test_gan_gradients_arrive_whole_under_safe_amp_and_mixed_under_stock(
     printed = capsys.readouterr().out
     assert re.search(r"^generator +56 .* 1 to 1 +0$", printed, re.MULTILINE)
     assert re.search(r"^final scale [\d,]+$", printed, re.MULTILINE)
+
+
+def test_the_planted_fault_is_found_in_three_ways_and_mended(capsys: pytest.CaptureFixture[str]):
+    example = load_example("find_the_culprit")
+    started = time.perf_counter()
+    results = example.main()
+    assert time.perf_counter() - started < 30
+
+    healthy, batches = example.HEALTHY_BATCHES, example.BATCHES
+    tally = results["run"]["tally"]
+    assert (tally.attempted, tally.applied) == (batches, healthy)
+    assert tally.consecutive_skips == batches - healthy
+    assert [text.count(example.CULPRIT) for text in results["run"]["warnings"]] == [2]
+    assert results["run"]["culprit"].module == example.CULPRIT
+    assert results["replay"].module == example.CULPRIT
+    assert "precision" in results["replay"].cause
+    ladder = results["ladder"]
+    assert [rung.healthy for rung in ladder.rungs] == [True, True, False, False]
+    assert results["worst"].name == example.CULPRIT
+    assert results["worst"].activation_share == pytest.approx(2.0**17 / 65504)
+    assert example.CULPRIT in ladder.verdict
+    # the fault went on being planted, and harms nobody in float32
+    assert results["mended"]["tally"].applied == batches
+    assert results["mended"]["culprit"] is None
+
+    printed = capsys.readouterr().out
+    ways = ("NonFiniteLocator", "locate_nonfinite", "compare_precisions", "fp32_modules")
+    for way in ways:
+        assert re.search(rf"^{way}\S* +{re.escape(example.CULPRIT)} +\S", printed, re.MULTILINE)
 
 
 @pytest.mark.distributed

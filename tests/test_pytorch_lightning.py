@@ -94,6 +94,7 @@ def test_clips_true_gradients(fused: bool) -> None:
     assert model.outcomes[0].grad_norm == 2.0
 
 
+@pytest.mark.filterwarnings("ignore:`NonFiniteLocator`")  # says where, too
 def test_blames_the_loss() -> None:
     class Bad(Line):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

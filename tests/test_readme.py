@@ -2,18 +2,25 @@
 """The README tells the truth: its code runs, its output is real, what it names exists."""
 
 import ast
+import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
-from lightning_amp_guard import SafeAMP
+from lightning_amp_guard import AmpGuardWarning, AmpMonitor, SafeAMP, TokenClock
+from lightning_amp_guard.cli import main as amp_guard
+from lightning_amp_guard.monitor.ledger_line import COLUMNS
+from lightning_amp_guard.monitor.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
+DECIMAL = re.compile(r"\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]\d+")
+TITLES = re.findall(r"^## (.+)$", README, re.MULTILINE)
 
 
 def section(title):
@@ -25,37 +32,78 @@ def blocks(kind, text=README):
     return [match[2] for match in FENCE.finditer(text) if match[1] == kind]
 
 
-def programs():
-    """Yield `(line, code, printed)`; a text block right below a program is what it prints."""
-    found = list(FENCE.finditer(README))
-    for match, below in zip(found, [*found[1:], None], strict=True):
-        if match[1] != "python":
-            continue
-        prints = below and below[1] == "text" and not README[match.end() : below.start()].strip()
-        line = README[: match.start()].count("\n") + 2
-        yield pytest.param(match[2], below[2] if prints else "", id=f"line-{line}")
+def table(title):
+    """Return the cells of the table below a heading, without its head."""
+    rows = README.split(f"# {title}\n", 1)[1].split("\n#", 1)[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row[:1] == "|"]
+    return cells[2:]
 
 
-def flat(text):
-    return " ".join(text.split())
+def programs(text):
+    """Yield `(kind, code, printed)`; a text block right below a program is what it prints."""
+    found = list(FENCE.finditer(text))
+    for match, below in zip(found, [*found[1:], None], strict=False):
+        if match[1] == "python":
+            prints = below and below[1] == "text" and not text[match.end() : below.start()].strip()
+            yield "python", match[2], below[2] if prints else ""
+        elif match[1] == "console":
+            for command, printed in re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", match[2], re.M):
+                yield "console", command, printed
 
 
-@pytest.mark.timeout(60)
+def assert_same(seen, shown):
+    """Words and whole numbers are equal, decimals within 2 %: another CPU rounds float16 otherwise."""
+    seen, shown = (" ".join(text.split()) for text in (seen, shown))  # long lines are wrapped
+    assert DECIMAL.sub("#", seen) == DECIMAL.sub("#", shown), seen
+    for a, b in zip(DECIMAL.findall(seen), DECIMAL.findall(shown), strict=True):
+        assert math.isclose(float(a), float(b), rel_tol=0.02), f"{a} is shown as {b}"
+
+
+@pytest.mark.timeout(120)
 # Lightning says so of every summary of a model in mixed precision, its own plugin included.
-@pytest.mark.filterwarnings("ignore:Precision 16-mixed is not supported by the model summary")
-@pytest.mark.parametrize(("code", "printed"), [*programs()])
-def test_program_runs_and_prints_what_stands_below_it(code, printed, tmp_path, monkeypatch):
-    said = []  # by the program itself; the progress bar goes past this
+@pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
+# Lightning says so of a first run with `ckpt_path="last"`.
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+# The second run of a block goes on with the first one's checkpoints.
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("title", [title for title in TITLES if [*programs(section(title))]])
+def test_programs_of_a_section_run_and_print_what_stands_below_them(
+    title, tmp_path, monkeypatch, capsys
+):
+    said = []  # by the programs themselves; the progress bar goes past this
+    names = {"print": lambda *values: said.append(" ".join(map(str, values)))}
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"print": lambda *values: said.extend(values)})
-    if printed:  # long lines are wrapped in the README
-        assert flat(" ".join(map(str, said))) == flat(printed)
+    for i, (kind, code, printed) in enumerate(programs(section(title))):
+        said.clear()
+        if kind == "console":
+            capsys.readouterr()
+            words = code.split()
+            assert words[0] == "amp-guard"
+            amp_guard(words[1:])
+            said.append(capsys.readouterr().out)
+        else:
+            place = tmp_path / (f"block_{i}.py" if i else "model.py")
+            place.write_text(code, encoding="utf-8")  # reports quote lines of it
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", AmpGuardWarning)
+                exec(compile(code, place, "exec"), names)
+            said[:0] = [f"{w.category.__name__}: {w.message}" for w in caught]
+        if kind == "console" or printed:
+            assert_same("\n".join(said), printed)
+        else:
+            assert said == [] or title == "Use"  # where the reader's own run prints
 
 
 def test_every_block_is_of_a_known_kind():
     kinds = {match[1] for match in FENCE.finditer(README)}
-    assert kinds == {"diff", "text", "python", "bash"}
+    assert kinds == {"diff", "text", "python", "bash", "console"}
     assert README.count("```") == 2 * len(FENCE.findall(README))
+
+
+def test_contents_name_every_section_in_order():
+    contents = next(line for line in README.splitlines() if line.startswith("Contents: "))
+    named = [name[0].upper() + name[1:] for name, _ in LINK.findall(contents)]
+    assert named == TITLES
 
 
 def test_every_fault_names_its_report_and_a_test_that_exists():
@@ -79,10 +127,7 @@ def test_links_to_reports_carry_the_number_they_show():
 
 
 def test_links_within_the_repository_lead_somewhere():
-    headings = {
-        "#" + re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
-        for title in re.findall(r"^## (.+)$", README, re.MULTILINE)
-    }
+    headings = {"#" + re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in TITLES}
     for _, target in LINK.findall(README):
         if target.startswith("#"):
             assert target in headings
@@ -106,6 +151,8 @@ def test_path_of_a_step_names_every_guard_that_the_plugin_supplies():
         assert f"**`{guard.__name__}`**" in costs
         # the one guard that looks at the set-up and not at the step
         assert guard.__name__ in path or guard.__name__ == "DtypeGuard"
+    assert TokenClock.__name__ in path
+    assert AmpMonitor.__name__ in path
 
 
 def test_drill_shows_the_facts_that_the_example_prints():
@@ -118,3 +165,39 @@ def test_drill_shows_the_facts_that_the_example_prints():
     shown = blocks("text", section("The overflow drill"))[0].splitlines()
     assert [line[:18].strip() for line in shown[1 : 1 + len(facts)]] == list(facts)
     assert shown[-1].endswith("equal in every bit")
+
+
+def test_table_of_metrics_is_that_of_the_docstring():
+    documented = re.findall(r"^ *(\| `amp/.+ \|)$", AmpMonitor.__doc__, re.MULTILINE)
+    shown = re.findall(r"^(\| `amp/.+ \|)$", section("Reference"), re.MULTILINE)
+    assert len(shown) > 10
+    assert shown == documented
+
+
+def test_table_of_columns_holds_each_of_the_ledger_once_and_in_order():
+    named = [name for row in table("Columns of the ledger") for name in row[0].split(", ")]
+    assert [name.strip("`") for name in named] == list(COLUMNS)
+
+
+def test_table_of_findings_has_a_row_for_each_rule():
+    assert [row[0] for row in table("Findings")] == list(RULES)
+    assert all(all(row) for row in table("Findings"))
+
+
+def test_doctor_still_shows_what_is_shown_of_it(capsys):
+    labels = [
+        line.split("  ")[1].strip()
+        for line in blocks("text", section("The command line"))[-1].splitlines()[1:]
+    ]
+    assert amp_guard(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert {"torch", "lightning", "cpu", "TF32"} <= set(labels)
+    for label in labels:  # their values are this machine's
+        assert re.search(rf"^  {re.escape(label)} {{2,}}\S", printed, re.MULTILINE), label
+
+
+def test_decimals_are_compared_loosely_and_all_else_exactly():
+    assert_same("7 of 8, 1.01 wide,\n  done", "7 of 8, 1.00 wide, done")
+    for seen in ("8 of 8, 1.00 wide, done", "7 of 8, 1.10 wide, done", "7 of 8, 1.00 wide"):
+        with pytest.raises(AssertionError):
+            assert_same(seen, "7 of 8, 1.00 wide, done")

@@ -165,8 +165,8 @@ def test_numbers_of_any_library_become_plain_ones():
 BAD_VALUES = [
     ("precision", "16-true", "one of '16-mixed', 'bf16-mixed', 'auto'"),
     ("precision", "fp16", "one of '16-mixed', 'bf16-mixed', 'auto'"),
-    ("on_limit", "bf16-mixed", "one of 'raise'"),
-    ("on_limit", "stop", "one of 'raise'"),
+    ("on_limit", "16-mixed", "one of 'raise', 'bf16-mixed', '32-true'"),
+    ("on_limit", "stop", "one of 'raise', 'bf16-mixed', '32-true'"),
     ("sync_found_inf", "always", "one of 'auto', True, False"),
     ("max_consecutive_skips", 0, "a whole number above 0, or None for no limit"),
     ("max_consecutive_skips", -1, "a whole number above 0, or None for no limit"),
@@ -176,7 +176,7 @@ BAD_VALUES = [
 BAD_TYPES = [
     ("precision", 16, "one of '16-mixed', 'bf16-mixed', 'auto'"),
     ("precision", None, "one of '16-mixed', 'bf16-mixed', 'auto'"),
-    ("on_limit", None, "one of 'raise'"),
+    ("on_limit", None, "one of 'raise', 'bf16-mixed', '32-true'"),
     ("sync_found_inf", 1, "one of 'auto', True, False"),
     ("sync_found_inf", None, "one of 'auto', True, False"),
     ("max_consecutive_skips", True, "a whole number above 0, or None for no limit"),
@@ -219,9 +219,9 @@ def test_empty_pattern_is_called_one():
         AmpSettings(fp32_modules=("net", "!")).checked("Owner", PRECISIONS)
 
 
-def test_other_answers_to_the_limit_are_announced_as_unavailable():
-    with pytest.raises(ValueError, match="another precision is not available yet"):
-        AmpSettings(on_limit="32-true").checked("Owner", PRECISIONS)
+def test_going_on_in_the_precision_that_failed_is_refused():
+    with pytest.raises(ValueError, match=r"on_limit='bf16-mixed'.*another precision"):
+        AmpSettings("bf16-mixed", on_limit="bf16-mixed").checked("Owner", PRECISIONS)
 
 
 @pytest.mark.parametrize("patterns", [["net", "!net.head"], ("*",), []])

@@ -44,6 +44,7 @@ from tests.helpers import (
 )
 
 # Lightning says so once per fit; missing losses are planted here.
+names_culprits = pytest.mark.filterwarnings("ignore:`NonFiniteLocator`")  # of skips that go on
 returns_none = pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
 
 SCALE = 2.0**10
@@ -850,6 +851,7 @@ def test_a_backward_that_ran_out_of_memory_may_be_swallowed():
     ],
     ids=["gradients", "loss"],
 )
+@names_culprits
 def test_the_nth_skip_in_a_row_ends_the_run_and_says_why(kind, fault, reason, last, parts):
     model = kind([fault, fault, GOOD, fault, fault, fault, GOOD])
     plugin = safe(max_consecutive_skips=3)
@@ -868,6 +870,7 @@ def test_the_nth_skip_in_a_row_ends_the_run_and_says_why(kind, fault, reason, la
     assert plugin.tally == StepTally(6, 1, 5, 0)
 
 
+@names_culprits
 def test_without_a_limit_skips_never_end_the_run():
     plugin = safe(max_consecutive_skips=None)
     fit(Line([BAD] * 40), plugin, n=40)
@@ -875,6 +878,7 @@ def test_without_a_limit_skips_never_end_the_run():
     assert plugin.scaler.get_scale() == 1.0  # the default bound
 
 
+@names_culprits
 def test_the_default_limit_is_32():
     plugin = safe()
     with pytest.raises(SkipLimitError, match="32 updates in a row"):
@@ -1154,6 +1158,7 @@ MOVES = {
 
 @both_modes
 @pytest.mark.parametrize(("settings", "plan", "expected"), MOVES.values(), ids=MOVES)
+@names_culprits
 def test_the_scale_moves_by_its_settings(kind, settings, plan, expected):
     model = kind([{"g": GOOD, "b": BAD, "n": NAN_LOSS}[p] for p in plan])
     fit(model, safe(**settings), n=len(plan))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,12 +164,13 @@ def data(sequence):
     return DataLoader(TensorDataset(rows[:, None].expand(-1, WIDTH)), batch_size=4)
 
 
-def check(model, sequence, want, **trainer_kwargs):
+def check(model, sequence, want, *, tolerance=0.0, **trainer_kwargs):
     plugin = SafeAMP(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
     average = WeightAveraging()
     trainer = fit(model, plugin, data=data(sequence), callbacks=[average], **trainer_kwargs)
     assert model.outcomes == want.outcomes
-    assert torch.equal(torch.stack(model.weights), torch.stack(want.weights))
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    close(torch.stack(model.weights), torch.stack(want.weights))
     assert plugin.tally == want.tally
     assert plugin.last_outcome == (want.outcomes[-1] if want.outcomes else None)
     assert plugin.scaler.get_scale() == want.scale
@@ -177,11 +179,11 @@ def check(model, sequence, want, **trainer_kwargs):
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     assert scheduler.state_dict() == want.scheduler.state_dict()
     assert int(average._average_model.n_averaged) == want.tally.applied
-    assert torch.equal(average._average_model.module.lin.weight, want.average.module.weight)
-    check_optimizer_state(trainer.optimizers[0], want.optimizer)
+    close(average._average_model.module.lin.weight, want.average.module.weight)
+    check_optimizer_state(trainer.optimizers[0], want.optimizer, close)
 
 
-def check_optimizer_state(optimizer, wanted):
+def check_optimizer_state(optimizer, wanted, close):
     """Entries equal the reference's; where that has none yet, they are at their initial zero."""
     state = optimizer.state_dict()["state"].get(0, {})
     want = wanted.state_dict()["state"].get(0, {})
@@ -189,17 +191,27 @@ def check_optimizer_state(optimizer, wanted):
     for name, value in state.items():
         if value is not None:
             initial = want.get(name)
-            assert torch.equal(value, torch.zeros_like(value) if initial is None else initial), name
+            close(value, torch.zeros_like(value) if initial is None else initial, msg=name)
 
 
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_overflow_costs_exactly_its_own_window(make_optimizer, accumulate, clip):
+    fused = make_optimizer(Line().parameters()).param_groups[0].get("fused")
     for sequence in (*SEQUENCES, *_drawn(2)):
         want = reference(sequence, accumulate, make_optimizer, clip)
         model = Watched(sequence, make_optimizer)
-        check(model, sequence, want, accumulate_grad_batches=accumulate, **clip)
+        # a fused optimizer that clips divides by one combined factor
+        tolerance = 1e-6 if fused and clip.get("gradient_clip_algorithm") == "norm" else 0.0
+        check(
+            model,
+            sequence,
+            want,
+            tolerance=tolerance,
+            accumulate_grad_batches=accumulate,
+            **clip,
+        )
 
 
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)

@@ -4,6 +4,7 @@
 from lightning_amp_guard.guards.averaging import AveragingGate
 from lightning_amp_guard.guards.checkpoint import ScalerCheckpoint
 from lightning_amp_guard.guards.dtypes import DtypeGuard
+from lightning_amp_guard.guards.locate import NonFiniteLocator
 from lightning_amp_guard.guards.schedule import SchedulerGate
 from lightning_amp_guard.guards.unscale import UnscaleGuard
 from lightning_amp_guard.guards.window import WindowGuard
@@ -15,12 +16,14 @@ GUARD_TYPES = (
     AveragingGate,
     ScalerCheckpoint,
     DtypeGuard,
+    NonFiniteLocator,
 )
 
 __all__ = [
     "GUARD_TYPES",
     "AveragingGate",
     "DtypeGuard",
+    "NonFiniteLocator",
     "ScalerCheckpoint",
     "SchedulerGate",
     "UnscaleGuard",

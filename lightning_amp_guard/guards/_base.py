@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
@@ -23,10 +23,21 @@ class Host(Protocol):
 
     scaler: SkipAwareGradScaler | None
     engine: AttemptEngine | None
-    tallies: list[StepTally]
     trainer: Any
     module: Any
     guards: list[Any]
+    precision: Any
+    switched: str | None
+
+    @property
+    def tallies(self) -> list[StepTally]:
+        """The counts per optimizer, extended in place."""
+
+    def settle(self) -> None:
+        """Tell of attempts whose outcome nobody has needed so far."""
+
+    def fall_back(self, precision: str) -> None:
+        """Go on in another precision, without a scale."""
 
     def running(self) -> AttemptEngine:
         """Return the engine of the fit that is under way."""
@@ -42,6 +53,12 @@ class Host(Protocol):
 
     def warn(self, message: str) -> None:
         """Warn with `AmpGuardWarning` on rank 0."""
+
+    def hear(self, stage: Literal["outcome", "loss", "batch"], call: Callable[[Any], None]) -> None:
+        """Call `call` for the rest of the fit, or for "batch" at the next training batch."""
+
+    def unhear(self, call: Callable[[Any], None]) -> None:
+        """Call it no more."""
 
     def unguarded(self) -> set[int]:
         """Return the optimizers that step without an outcome."""
@@ -61,6 +78,7 @@ class GuardCore:
     """
 
     name = "Guard"
+    takes_late_outcomes = False  # does it ask the host to `settle` before it needs an outcome?
 
     def __init__(self, enabled: bool = True) -> None:
         super().__init__()
@@ -77,6 +95,19 @@ class GuardCore:
 
     def after_outcome(self, outcome: StepOutcome) -> None:
         """Read the outcome of an attempt."""
+
+    def after_skip(self, outcome: StepOutcome, batch: Any) -> None:
+        """Read the outcome of a skipped attempt, and its last batch (`None` where not known)."""
+
+    @property
+    def finding(self) -> str:
+        """What to add to an error that ends the run."""
+        return ""
+
+    @property
+    def fp32_path(self) -> str | None:
+        """The module that its remedy names."""
+        return None
 
     def see_batch(self, batch: Any) -> None:
         """Look at the first training batch of a fit."""
@@ -110,7 +141,7 @@ class GuardSetup:
         """
         plugin = trainer.precision_plugin
         kinds = getattr(plugin, "guard_types", None)
-        if kinds is not None and isinstance(self, kinds):
+        if kinds is not None and plugin.namespace == self.namespace:
             return
         remedy = (
             f"Write `from {self.namespace} import SafeAMP`, `Trainer(plugins=[SafeAMP()])`, and drop"

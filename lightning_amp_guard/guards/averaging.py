@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import callbacks as lightning_callbacks
@@ -21,6 +20,7 @@ class AveragingGateCore(GuardCore):
     """See `AveragingGate`."""
 
     name = "AveragingGate"
+    takes_late_outcomes = True
 
     averaging: tuple[type, ...] = ()
     swa: tuple[type, ...] = ()
@@ -42,8 +42,15 @@ class AveragingGateCore(GuardCore):
                 self._stand_before(callback, "update_parameters", _sample)
 
     def _stand_before(self, callback: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        self._fresh.append(Fresh())
-        self._patches.append(InstancePatch(callback, name, partial(wrapper, self._fresh[-1])))
+        fresh = Fresh()
+
+        def ask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.host is not None:
+                self.host.settle()
+            return wrapper(fresh, original, *args, **kwargs)
+
+        self._fresh.append(fresh)
+        self._patches.append(InstancePatch(callback, name, ask))
 
     def detach(self) -> None:
         """Give the callbacks their methods back."""

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.outcome import StepTally
 from lightning_amp_guard.scale_policy import float32
@@ -26,6 +27,7 @@ from lightning_amp_guard.window_state import SavedWindow, save_window
 __all__ = ["ScalerCheckpoint"]
 
 FORMAT = 1
+_SWITCHED = ("bf16-mixed", "32-true")
 _PARTS = ("scaler", "tallies", "gates", "window")
 _STOCK = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 
@@ -52,6 +54,8 @@ class ScalerCheckpointCore(GuardCore):
             "gates": host.saved_gates(),
             "window": self._window(host),
         }
+        if host.switched is not None:
+            entry["switched"] = host.switched
         if host.scaler is not None and host.scaler.policy.settings.hysteresis > 1:
             entry["hysteresis_left"] = host.scaler.policy.hysteresis_left
         return entry
@@ -102,7 +106,7 @@ class ScalerCheckpointCore(GuardCore):
             if ours and (key == own or sum(part in value for part in _PARTS) > 1):
                 return value
         names = (own, *_STOCK)
-        return next((checkpoint[name] for name in names if checkpoint.get(name)), None)
+        return next((checkpoint[name] for name in names if _is_there(checkpoint.get(name))), None)
 
     def restore(self, host: Host, found: Any) -> None:
         """Take up an entry of ours, or torch's five values.
@@ -135,23 +139,46 @@ class ScalerCheckpointCore(GuardCore):
         left = None
         if "hysteresis_left" in entry:
             left = read(entry, "hysteresis_left", is_count, "a whole number of at least 0")
+        switched = entry.get("switched")
+        if switched is not None:
+            read(entry, "switched", lambda v: v in _SWITCHED, f"one of {_SWITCHED}")
         reopen = None
         if window is not None and host.engine is not None:
             reopen = SavedWindow(host.engine, window, host.parameter_names())
-        for guard in host.guards:
-            if guard.name in gates:
-                guard.load(gates[guard.name])
-        # whatever is damaged has been found by now, with scale and tallies as they were
-        self._restore_scaler(host, scaler)
+        before = host.saved_gates()
+        try:
+            self._load_gates(host, gates)
+            if switched is not None:
+                self._restore_switch(host, switched)
+            else:
+                self._restore_scaler(host, scaler)
+        except ScalerStateError:
+            self._load_gates(host, before)  # those that were sound were taken up by then
+            raise
         if left is not None and host.scaler is not None:
             policy = host.scaler.policy
             policy.hysteresis_left = min(left, policy.settings.hysteresis)
         host.tallies[:] = counted
         # written before the first fit, or with fewer optimizers: the others begin at zero
         lanes = 0 if host.engine is None else len(host.engine.windows.lanes)
-        host.tallies += [StepTally() for _ in range(lanes - len(counted))]
+        host.tallies.extend(StepTally() for _ in range(lanes - len(counted)))
         if host.engine is not None:
             host.engine.reopen = reopen
+
+    @staticmethod
+    def _load_gates(host: Host, gates: Mapping[str, Any]) -> None:
+        for guard in host.guards:
+            if guard.name in gates:
+                guard.load(gates[guard.name])
+
+    @staticmethod
+    def _restore_switch(host: Host, precision: str) -> None:
+        if host.precision != precision:
+            host.info(
+                f"The checkpoint's run had gone over to {precision!r} because it only skipped"
+                f" (`on_limit`): this run goes on in it, not in {host.precision!r}."
+            )
+        host.fall_back(precision)
 
     @staticmethod
     def _restore_scaler(host: Host, five: Any) -> None:
@@ -176,6 +203,11 @@ class ScalerCheckpointCore(GuardCore):
             differ.append(f"scale={state['scale']} moved to the bound {host.scaler.get_scale()}")
         if differ:
             host.info("Resumed with the checkpoint's scaler settings: " + ", ".join(differ) + ".")
+
+
+def _is_there(entry: object) -> bool:
+    """Return whether there is an entry to judge: without a scaler, stock's is an empty dict."""
+    return not (entry is None or (is_dict(entry) and not entry))
 
 
 def _is_dict_or_none(value: object) -> bool:

@@ -30,6 +30,7 @@ class DtypeGuardCore(GuardCore):
     """See `DtypeGuard`."""
 
     name = "DtypeGuard"
+    takes_late_outcomes = True
 
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)

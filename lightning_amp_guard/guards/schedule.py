@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable
+from functools import wraps
+from inspect import getattr_static, isfunction
 from typing import Any
 
 from lightning_amp_guard import _upstream
@@ -20,6 +22,14 @@ class Turn:
 
     def __init__(self, applied: bool = False, skipped: bool = False) -> None:
         self.applied, self.skipped = applied, skipped
+        self.others: list[Turn] = []  # of its methods other than `step`
+
+    def note(self, applied: bool) -> None:
+        """Take down what became of an attempt."""
+        self.applied |= applied
+        self.skipped |= not applied
+        for other in self.others:
+            other.note(applied)
 
     def take(self) -> tuple[bool, bool]:
         """Return `(applied, skipped)` and begin anew."""
@@ -32,6 +42,7 @@ class SchedulerGateCore(GuardCore):
     """See `SchedulerGate`."""
 
     name = "SchedulerGate"
+    takes_late_outcomes = True
 
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
@@ -62,8 +73,7 @@ class SchedulerGateCore(GuardCore):
         """Remember what became of the optimizer's attempt."""
         for turn, optimizer in self._follow():
             if optimizer == outcome.optimizer_idx:
-                turn.applied |= outcome.applied
-                turn.skipped |= not outcome.applied
+                turn.note(outcome.applied)
         if not outcome.applied and self.host is not None:
             lane = self.host.running().windows.lanes[outcome.optimizer_idx]
             _upstream.count_as_stepped(lane.optimizer)
@@ -102,6 +112,8 @@ class SchedulerGateCore(GuardCore):
 
     def _at_turn(self, step: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Automatic optimization: let the turn pass only after an applied update."""
+        assert self.host is not None
+        self.host.settle()
         self._follow()
         turn = self._turn_of(scheduler)
         if turn is not None and self._gated(scheduler) and not turn.take()[0]:
@@ -114,12 +126,12 @@ class SchedulerGateCore(GuardCore):
         The class is swapped, because an instance attribute would land in the `state_dict`.
         """
         kind = type(scheduler)
-
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            applied, skipped = turn.take()
-            if skipped and not applied:
-                return None
-            return kind.step(self, *args, **kwargs)
+        gates = {"step": _gate(kind, "step", turn)} if hasattr(kind, "step") else {}
+        # timm's have `step(epoch)` and `step_update(num_updates)`, each with turns of its own
+        for name in dir(kind):
+            if name.startswith("step_") and isfunction(getattr_static(kind, name)):
+                turn.others.append(Turn(turn.applied, turn.skipped))
+                gates[name] = _gate(kind, name, turn.others[-1])
 
         def reduce(self: Any, protocol: Any) -> Any:
             reduced: Any = object.__reduce_ex__(self, protocol)
@@ -128,7 +140,7 @@ class SchedulerGateCore(GuardCore):
             made = _new if made is copyreg.__newobj__ else made  # type: ignore[attr-defined]
             return made, tuple(kind if a is gated else a for a in args), *rest
 
-        names = {"step": step, "__reduce_ex__": reduce, "__module__": kind.__module__}
+        names = {**gates, "__reduce_ex__": reduce, "__module__": kind.__module__}
         names |= {"__qualname__": kind.__qualname__, "__slots__": ()}  # no other layout
         gated = type(kind.__name__, (kind,), names)
         scheduler.__class__ = gated
@@ -143,13 +155,27 @@ class SchedulerGateCore(GuardCore):
         flags = read_flag_pairs(saved, "the schedulers")
         turns = [turn for turn, _ in self._follow()]
         for turn, (applied, skipped) in zip(turns, flags, strict=False):
-            turn.applied, turn.skipped = applied, skipped
+            for one in (turn, *turn.others):
+                one.applied, one.skipped = applied, skipped
         self._pending = flags[len(turns) :]
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings; what belongs to a running fit stays behind."""
         fresh: dict[str, Any] = {"_turns": [], "_pending": [], "_patch": None, "_swapped": []}
         return {**super().__getstate__(), **fresh}
+
+
+def _gate(kind: type, name: str, turn: Turn) -> Callable[..., Any]:
+    method = getattr(kind, name)
+
+    @wraps(method)
+    def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        applied, skipped = turn.take()
+        if skipped and not applied:
+            return None
+        return method(self, *args, **kwargs)
+
+    return gated
 
 
 def _new(kind: type, *args: Any) -> Any:
@@ -164,8 +190,9 @@ class SchedulerGate(SchedulerGateCore, Guard):
     automatic optimization a scheduler takes its turn (step or epoch interval, `frequency`, plateau,
     an overridden `lr_scheduler_step`) only if an update of its optimizer was applied since its
     previous turn. In manual optimization your `scheduler.step()` does nothing if every attempt
-    since the previous call was skipped; with no attempt at all it passes. Schedulers of optimizers
-    that the plugin does not step are left alone (steps by `plugin.scaler.step`, past Lightning, too),
+    since the previous call was skipped; with no attempt at all it passes; likewise `step_update` and
+    other methods named `step_...`. Schedulers of optimizers that the plugin does not step are left
+    alone (steps by `plugin.scaler.step`, past Lightning, too),
     and their `state_dict` is untouched.
 
     Args:

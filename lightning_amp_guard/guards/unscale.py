@@ -31,6 +31,7 @@ class UnscaleGuardCore(GuardCore):
         choice(type(self).__name__, "on_violation", on_violation, ("error", "warn", "ignore"))
         self.on_violation = on_violation
         self._handles: list[Any] = []
+        self._inner: list[tuple[Optimizer, Optimizer]] = []  # with the wrapper around it
 
     def attach(self, host: Host) -> None:
         """Watch the fit's gradients, where there is a scale to carry."""
@@ -39,10 +40,12 @@ class UnscaleGuardCore(GuardCore):
         engine.verifier = self
         self._unhook()
         if engine.windows.scaling:
+            own = [lane.optimizer for lane in engine.windows.lanes]
+            self._inner = [(i, o) for o in own for i in _upstream.inner_optimizers(o)]
             self._handles = [
-                lane.optimizer.register_step_pre_hook(self._at_any_step)
-                for lane in engine.windows.lanes
-                if isinstance(lane.optimizer, Optimizer)
+                optimizer.register_step_pre_hook(self._at_any_step)
+                for optimizer in (*own, *(inner for inner, _ in self._inner))
+                if isinstance(optimizer, Optimizer)
             ]
 
     def detach(self) -> None:
@@ -52,18 +55,19 @@ class UnscaleGuardCore(GuardCore):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings; what belongs to a running fit stays behind."""
-        return {**super().__getstate__(), "_handles": []}
+        return {**super().__getstate__(), "_handles": [], "_inner": []}
 
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._inner = [], []
 
     def _at_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Object to a step that comes past Lightning, while the gradients carry the scale."""
         if self.host is None or self.on_violation == "ignore":
             return
-        lane = self.host.running().lane(optimizer)
+        around = [outer for inner, outer in self._inner if inner is optimizer]
+        lane = self.host.running().lane(around[0] if around else optimizer)
         if not any([cell.scaled and cell.has_gradients() for cell in lane.cells]):
             return
         message = _PAST.format(optimizer=lane.idx)
@@ -109,7 +113,8 @@ _PAST = (
     "`UnscaleGuard`: optimizer {optimizer} was stepped past Lightning, with gradients that are still"
     " multiplied by the scale. Expected the step to come through the plugin, which unscales and checks"
     " them. Most likely the raw optimizer was used: `self.optimizers(use_pl_optimizer=False)`, or"
-    " `optimizer.optimizer.step()`. Write `self.optimizers().step()`, or call"
+    " `optimizer.optimizer.step()`, or a method of its own stepped the one inside (`second_step` of a"
+    " SAM). Write `self.optimizers().step()`, or call"
     " `self.trainer.precision_plugin.unscale_(optimizer)` first."
 )
 _MADE = (

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.settings import ScaleSettings
 
-__all__ = ["KEYS", "FitMetrics", "SkipWatch", "expected_share", "tallies_since"]
+__all__ = ["KEYS", "LOG_KEYS", "FitMetrics", "SkipWatch", "expected_share", "tallies_since"]
 
 KEYS = (
     "amp/scale",
@@ -22,6 +22,17 @@ KEYS = (
     "amp/consecutive_skips",
     "amp/skip_rate",
     "amp/grad_norm",
+)
+LOG_KEYS = (
+    *KEYS,
+    "amp/zero_grad_fraction",
+    "amp/subnormal_grad_fraction",
+    "amp/headroom_bits",
+    "amp/samples_per_s",
+    "amp/tokens_per_s",
+    "amp/peak_allocated_mib",
+    "amp/peak_reserved_mib",
+    "amp/process_rss_mib",
 )
 
 # Gradients that overflow float16 below this scale exceed 65504 / 16 = 4096: no calibration any more.
@@ -81,13 +92,18 @@ class FitMetrics:
         self.norm: float | None = None
         self._skips_logged = StepTally.total(before).skipped
 
-    def see(self, outcome: StepOutcome) -> None:
-        """Take an outcome into account. Host sync: none."""
+    def see(self, outcome: StepOutcome, *, scaled: bool = True) -> None:
+        """Take an outcome into account. Host sync: none.
+
+        Args:
+            outcome: What became of the attempt.
+            scaled: Whether its scale belongs to the range that the summary shows.
+        """
         if outcome.grad_norm is not None:
             self.norm = outcome.grad_norm
-        if outcome.scale > self.highest:
+        if scaled and outcome.scale > self.highest:
             self.highest = outcome.scale
-        if outcome.next_scale < self.lowest:
+        if scaled and outcome.next_scale < self.lowest:
             self.lowest = outcome.next_scale
         if outcome.reason is not None:
             self.reasons[outcome.reason] += 1

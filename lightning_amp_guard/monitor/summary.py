@@ -15,9 +15,10 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.monitor.metrics import FitMetrics, expected_share, tallies_since
+from lightning_amp_guard.monitor.findings import Finding
+from lightning_amp_guard.monitor.metrics import tallies_since
+from lightning_amp_guard.monitor.run import MonitoredRun
 from lightning_amp_guard.outcome import SkipReason, StepTally
-from lightning_amp_guard.plugin import AmpPlugin
 
 __all__ = ["FitSummary", "ScheduleEnd", "show", "summarize"]
 
@@ -27,7 +28,7 @@ _CAUSES = {
     SkipReason.NONFINITE_LOSS: "non-finite loss",
     SkipReason.PARTNER_SKIPPED: "partner skipped",
 }
-_SCHEDULES_SHOWN = 3
+_SCHEDULES_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class FitSummary:
         expected: The share of skips that growth explains.
         scales: Lowest, highest and last scale; `None` where nothing scales.
         schedules: The step-interval schedules.
+        findings: Codes of the findings.
+        switched: The precision that the run has gone over to by `on_limit`, which has no scale.
     """
 
     tally: StepTally
@@ -74,6 +77,8 @@ class FitSummary:
     expected: float
     scales: tuple[float, float, float] | None
     schedules: Sequence[ScheduleEnd] = ()
+    findings: Sequence[str] = ()
+    switched: str | None = None
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the lines as `(label, text)`, at most nine."""
@@ -87,12 +92,14 @@ class FitSummary:
         ]
         if self.scales is not None:
             low, high, last = map(scale_text, self.scales)
-            rows.append(("scale", f"{low} to {high}, now {last}"))
+            now = f"now {last}" if self.switched is None else f"then {self.switched} by `on_limit`"
+            rows.append(("scale", f"{low} to {high}, {now}"))
         if self.run.attempted > tally.attempted:
             rows.append(
                 ("whole run", f"{self.run.applied} applied of {self.run.attempted} attempts")
             )
-        return rows + self._schedule_rows()
+        found = ", ".join(self.findings)
+        return [*rows, *self._schedule_rows(), ("findings", found or "none")]
 
     def _schedule_rows(self) -> list[tuple[str, str]]:
         rows = [(f"schedule {s.name}", s.sentence) for s in self.schedules]
@@ -144,25 +151,29 @@ def as_table(rows: Sequence[tuple[str, str]]) -> str:
     return str(captured.get()).rstrip("\n")
 
 
-def summarize(trainer: Any, plugin: AmpPlugin, metrics: FitMetrics) -> FitSummary:
+def summarize(trainer: Any, run: MonitoredRun, findings: Sequence[Finding] = ()) -> FitSummary:
     """Return what the fit came to; called before the plugin takes the fit down. Host sync: none."""
-    fits = tallies_since(plugin.tallies, metrics.before)
-    settings = scales = None
-    if plugin.scaler is not None:
-        settings, last = plugin.scaler.policy.settings, plugin.scaler.get_scale()
+    fits, scales = tallies_since(run.tallies, run.metrics.before), None
+    if run.scaler is not None:
+        last, metrics = run.scale, run.metrics
         scales = (min(metrics.lowest, last), max(metrics.highest, last), last)
+        if run.switched is not None:
+            scales = (metrics.lowest, metrics.highest, last)
     return FitSummary(
         StepTally.total(fits),
-        plugin.tally,
-        metrics.reasons,
-        expected_share(settings),
+        StepTally.total(run.tallies),
+        run.metrics.reasons,
+        run.expected_share,
         scales,
-        _schedule_ends(trainer, plugin, fits),
+        _schedule_ends(trainer, run, fits),
+        [finding.code for finding in findings],
+        run.switched,
     )
 
 
-def _schedule_ends(trainer: Any, plugin: AmpPlugin, fits: Sequence[StepTally]) -> list[ScheduleEnd]:
-    gated = any(guard.name == "SchedulerGate" for guard in plugin.guards)
+def _schedule_ends(trainer: Any, run: MonitoredRun, fits: Sequence[StepTally]) -> list[ScheduleEnd]:
+    guards = () if run.native is None else run.native.guards
+    gated = any(guard.name == "SchedulerGate" for guard in guards)
     owners = [_upstream.unwrap_optimizer(optimizer) for optimizer in trainer.optimizers]
     return [
         ScheduleEnd(type(config.scheduler).__name__, fit.attempted, fit.applied, gated)

@@ -34,7 +34,7 @@ from tests.distributed.models import (
     momentum,
     own_data,
 )
-from tests.helpers import BAD, GOOD, NAN_LOSS, fit, make_trainer
+from tests.helpers import BAD, GOOD, NAN_LOSS, WantsNorm, fit, make_trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -87,7 +87,7 @@ class AsksNorm(Sharded):
     """Somebody wants the norm at every attempt, as AmpMonitor does at log steps."""
 
     def on_train_start(self):
-        self.trainer.precision_plugin.running().wants_norm.append(lambda: True)
+        self.trainer.precision_plugin.running().witnesses.append(WantsNorm())
 
 
 class FlatParameters(Sharded):

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning_amp_guard import (
     AveragingGate,
     DtypeGuard,
+    NonFiniteLocator,
     SafeAMP,
     ScalerCheckpoint,
     SchedulerGate,
@@ -40,6 +41,7 @@ REGISTRY = [
     Row(AveragingGate, keeps=True),
     Row(ScalerCheckpoint, {"window_gradients": False}),
     Row(DtypeGuard),
+    Row(NonFiniteLocator),
 ]
 
 each_guard = pytest.mark.parametrize("row", REGISTRY, ids=lambda row: row.kind.__name__)

@@ -17,11 +17,13 @@ import lightning_utilities.core.rank_zero as rank_zero
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp_guard import AmpGuardWarning, SafeAMP, SchedulerGate, SkipLimitError
+from lightning_amp_guard import AmpGuardWarning, SafeAMP, SchedulerGate, SkipLimitError, TokenClock
 from lightning_amp_guard.monitor import AmpMonitor
-from lightning_amp_guard.monitor.metrics import KEYS
+from lightning_amp_guard.monitor.metrics import KEYS, LOG_KEYS
+from tests.costs import Meter
 from tests.helpers import (
     BAD,
     GOOD,
@@ -40,9 +42,16 @@ def safe(**kwargs):
     return SafeAMP(**{"init_scale": 8.0, "growth_interval": 1000, **kwargs})
 
 
+# What a CPU without a `TokenClock` shows, besides what no test can know.
+SHOWN = [k for k in LOG_KEYS if not k.startswith(("amp/peak", "amp/tokens"))]
+MEASURED = ("samples_per_s", "process_rss_mib")
+HALF_MAX = math.log2(65504)  # doublings from a gradient of 1 to the end of float16
+
+
 def amp(metrics):
     """The monitor's part of a dict of metrics, with "amp/" left out and nan as a word."""
     values = {k.removeprefix("amp/"): float(v) for k, v in metrics.items() if k.startswith("amp/")}
+    values = {k: v for k, v in values.items() if k not in MEASURED}
     return {k: "nan" if math.isnan(v) else v for k, v in values.items()}
 
 
@@ -87,19 +96,46 @@ def test_log_steps_show_scale_counts_and_norm(tmp_path):
     # the weight's 4 gradients are 1, so the norm is 2; a skipped batch has none
     model = Line([GOOD, BAD, GOOD, NAN_LOSS, GOOD, GOOD])
     rows = logged(tmp_path, model, safe(), 6, callbacks=[AmpMonitor()], log_every_n_steps=2)
-    keys = [key.removeprefix("amp/") for key in KEYS]
+    keys = [key.removeprefix("amp/") for key in LOG_KEYS[:10]]
+    overflow, nothing_finite = (0.0, 0.0, -math.inf), (0.0, 0.0, "nan")
+    healthy = (0.0, 0.0, HALF_MAX - 2)  # 1, times a scale of 4
     assert rows == {
-        1: dict(zip(keys, (4.0, 1.0, 1.0, 1.0, 1.0, 1 / 2, "nan"), strict=True)),
-        3: dict(zip(keys, (4.0, 1.0, 2.0, 2.0, 1.0, 2 / 4, "nan"), strict=True)),
-        5: dict(zip(keys, (4.0, 0.0, 4.0, 2.0, 0.0, 2 / 6, 2.0), strict=True)),
+        1: dict(zip(keys, (4.0, 1.0, 1.0, 1.0, 1.0, 1 / 2, "nan", *overflow), strict=True)),
+        3: dict(zip(keys, (4.0, 1.0, 2.0, 2.0, 1.0, 2 / 4, "nan", *nothing_finite), strict=True)),
+        5: dict(zip(keys, (4.0, 0.0, 4.0, 2.0, 0.0, 2 / 6, 2.0, *healthy), strict=True)),
     }
+
+
+class Tagger(Line):
+    """`Line` whose batches a `TokenClock` can count."""
+
+    def count(self, batch):
+        return batch[0].shape[0] * 3
 
 
 def test_docstring_table_is_the_emitted_set():
     table = re.findall(r"^ +\| `(amp/\w+)` \| \S", AmpMonitor.__doc__, re.MULTILINE)
     trainer = fit(Line(), safe(), 1, callbacks=[AmpMonitor()], log_every_n_steps=1)
     emitted = [key for key in trainer.callback_metrics if key.startswith("amp/")]
-    assert table == emitted == list(KEYS)
+    assert emitted == SHOWN
+    clock = TokenClock(count=Tagger().count)
+    trainer = fit(Line(), safe(), 1, callbacks=[AmpMonitor(), clock], log_every_n_steps=1)
+    counted = [key for key in trainer.callback_metrics if key.startswith("amp/")]
+    assert set(counted) - set(emitted) == {"amp/tokens_per_s"}
+    on_cuda = [key for key in table if key.startswith("amp/peak_")]
+    assert len(on_cuda) == 2
+    assert table == list(LOG_KEYS)
+    assert set(table) == {*counted, *on_cuda}
+
+
+def test_tokens_go_with_samples():
+    clock = TokenClock(count=Tagger().count)
+    trainer = fit(Line(), safe(), 6, callbacks=[AmpMonitor(), clock], log_every_n_steps=6)
+    metrics = trainer.callback_metrics
+    # three tokens a sample; both are counted from the start of the third batch
+    torch.testing.assert_close(
+        metrics["amp/tokens_per_s"], 3 * metrics["amp/samples_per_s"], rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.skipif(
@@ -109,7 +145,20 @@ def test_docstring_table_is_the_emitted_set():
 def test_tensorboard_takes_the_values(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     fit(Line(), safe(), 1, callbacks=[AmpMonitor()], log_every_n_steps=1, logger=logger)
-    assert list(tmp_path.rglob("events*"))
+    (file,) = tmp_path.rglob("events*")
+    assert all(key.encode() in file.read_bytes() for key in SHOWN)
+
+
+def test_csv_shows_every_key_as_a_column(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fit(Line(), safe(), 3, callbacks=[AmpMonitor()], log_every_n_steps=3, logger=logger)
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open() as lines:
+        (row,) = csv.DictReader(lines)
+    assert {key for key in row if key.startswith("amp/")} == set(SHOWN)
+    assert all(row[key] for key in SHOWN)
+    assert float(row["amp/samples_per_s"]) > 0
+    assert 50 < float(row["amp/process_rss_mib"]) < 2**17
 
 
 @pytest.mark.parametrize("prog_bar", [True, False])
@@ -117,7 +166,7 @@ def test_progress_bar_shows_the_values_on_request(prog_bar):
     monitor = AmpMonitor(prog_bar=prog_bar)
     trainer = fit(Line([BAD]), safe(), 2, callbacks=[monitor], log_every_n_steps=1)
     shown = trainer.progress_bar_metrics
-    assert set(shown) == (set(KEYS) if prog_bar else set())
+    assert set(shown) == (set(SHOWN) if prog_bar else set())
     assert shown.get("amp/skipped_steps", 1.0) == 1.0
 
 
@@ -138,6 +187,9 @@ def test_bf16_has_scale_one_and_counts_skips():
         "consecutive_skips": 0.0,
         "skip_rate": 0.5,
         "grad_norm": 2.0,
+        "zero_grad_fraction": 0.0,
+        "subnormal_grad_fraction": 0.0,
+        "headroom_bits": HALF_MAX,
     }
 
 
@@ -350,6 +402,7 @@ class Pair(Line):
         return [torch.optim.SGD(part.parameters(), lr=0.5) for part in self.parts]
 
 
+@pytest.mark.filterwarnings("ignore:AMP1")  # found, and rightly
 def test_counts_are_sums_over_optimizers_and_the_row_is_the_longest():
     model = Pair([BAD, GOOD, GOOD, GOOD], [GOOD, GOOD, NAN_LOSS, NAN_LOSS])
     trainer = fit(model, safe(), 4, callbacks=[AmpMonitor()], log_every_n_steps=4)
@@ -361,6 +414,10 @@ def test_counts_are_sums_over_optimizers_and_the_row_is_the_longest():
         "consecutive_skips": 2.0,
         "skip_rate": 3 / 8,
         "grad_norm": 2.0,
+        # of the second optimizer, whose loss was nan, there is no largest gradient
+        "zero_grad_fraction": 0.0,
+        "subnormal_grad_fraction": 0.0,
+        "headroom_bits": "nan",
     }
 
 
@@ -371,7 +428,7 @@ def test_counts_go_on_after_a_resume(tmp_path):
     path = tmp_path / "run.ckpt"
     fit(Line([BAD, GOOD, BAD, GOOD]), safe(), 4, callbacks=[AmpMonitor()]).save_checkpoint(path)
     checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["callbacks"] == {}
+    assert checkpoint["callbacks"] == {"AmpMonitor": {"scale": 2.0}}
 
     trainer = fit(
         Line([BAD]),
@@ -390,6 +447,9 @@ def test_counts_go_on_after_a_resume(tmp_path):
         "consecutive_skips": 0.0,
         "skip_rate": 3 / 8,
         "grad_norm": 2.0,
+        "zero_grad_fraction": 0.0,
+        "subnormal_grad_fraction": 0.0,
+        "headroom_bits": HALF_MAX,
     }
 
 
@@ -417,20 +477,20 @@ def test_an_exception_leaves_nothing_behind(hook):
     fit(plain, safe(), 1)
     with pytest.raises(RuntimeError, match="boom"):
         fit(model, plugin, 2, callbacks=[monitor, bomb], log_every_n_steps=1)
-    assert plugin.engine.wants_norm == []
-    assert monitor._metrics is None
+    assert plugin.engine.witnesses == []
+    assert monitor._run is None
     assert vars(model).keys() == vars(plain).keys()
     trainer = fit(model, plugin, 2, callbacks=[monitor], log_every_n_steps=1)
     assert amp(trainer.callback_metrics)["grad_norm"] == 2.0
-    assert plugin.engine.wants_norm == []
+    assert plugin.engine.witnesses == []
 
 
 def test_a_run_stopped_by_the_skip_limit_leaves_nothing_behind():
     monitor, plugin = AmpMonitor(), safe(max_consecutive_skips=2)
     with pytest.raises(SkipLimitError):
         fit(Line([BAD] * 3), plugin, 3, callbacks=[monitor])
-    assert plugin.engine.wants_norm == []
-    assert monitor._metrics is None
+    assert plugin.engine.witnesses == []
+    assert monitor._run is None
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -442,9 +502,9 @@ def test_copies_made_during_a_fit_keep_settings_alone(duplicate):
     monitor, copies = AmpMonitor(prog_bar=False, warn_after=3), []
     fit(Line(), safe(), 1, callbacks=[monitor, Copier()], log_every_n_steps=1)
     (made,) = copies
-    assert (made.prog_bar, made.warn_after, made._metrics) == (False, 3, None)
+    assert (made.prog_bar, made.warn_after, made._run) == (False, 3, None)
     trainer = fit(Line(), safe(), 1, callbacks=[made], log_every_n_steps=1)
-    assert len(amp(trainer.callback_metrics)) == len(KEYS)
+    assert set(SHOWN) <= set(trainer.callback_metrics)
 
 
 def test_a_monitor_that_joins_in_the_middle_of_a_fit_waits_for_the_next():
@@ -455,33 +515,31 @@ def test_a_monitor_that_joins_in_the_middle_of_a_fit_waits_for_the_next():
 
     monitor = AmpMonitor()
     trainer = fit(Line(), safe(), 3, callbacks=[Latecomer()], log_every_n_steps=1)
-    assert set(amp(trainer.callback_metrics)) == {"scale"}
-    assert monitor._metrics is None
+    assert amp(trainer.callback_metrics) == {}
+    assert monitor._run is None
     trainer = fit(Line(), safe(), 1, callbacks=[monitor], log_every_n_steps=1)
-    assert len(amp(trainer.callback_metrics)) == len(KEYS)
+    assert set(SHOWN) <= set(trainer.callback_metrics)
 
 
 # ---------------------------------------------------------------------- other plugins
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "values", "named"),
+    ("kwargs", "values"),
     [
-        ({"plugin": stock_plugin(init_scale=8.0)}, {"scale": 4.0}, "`MixedPrecision`"),
-        ({"precision": "bf16-mixed"}, {}, "`MixedPrecision`"),
-        ({"precision": "32-true"}, {}, "`Precision`"),
+        ({"plugin": stock_plugin(init_scale=8.0)}, (4.0, 1.0, 1.0, 1.0, 0.0, 1 / 2, 2.0)),
+        ({"precision": "bf16-mixed"}, (1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 2.0)),
+        ({"precision": "32-true"}, (1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 2.0)),
     ],
 )
-def test_a_foreign_plugin_shows_its_scale_and_one_line_says_what_is_missing(
-    kwargs, values, named, said
-):
-    trainer = fit(Line([BAD]), n=2, callbacks=[AmpMonitor()], log_every_n_steps=1, **kwargs)
-    assert amp(trainer.callback_metrics) == values
-    (line,) = [line for line in said if "AmpMonitor" in line]
-    assert named in line
-    assert ("only amp/scale is logged" if values else "nothing is logged") in line
-    assert "Trainer(plugins=[SafeAMP()])" in line
-    assert not any("Mixed precision in this fit" in line for line in said)
+def test_a_foreign_plugin_is_audited(kwargs, values, said):
+    # nothing but a scaler skips, so elsewhere the inf is applied
+    trainer = fit(Line([BAD]), n=2, callbacks=[AmpMonitor()], log_every_n_steps=2, **kwargs)
+    keys = [key.removeprefix("amp/") for key in KEYS]
+    found = amp(trainer.callback_metrics)
+    assert {key: found[key] for key in keys} == dict(zip(keys, values, strict=True))
+    assert found["headroom_bits"] == HALF_MAX - math.log2(values[0])
+    assert sum("Mixed precision in this fit" in line for line in said) == 1
 
 
 # ---------------------------------------------------------------------- the warning
@@ -493,7 +551,8 @@ def test_skips_that_go_on_are_warned_of_once_in_each_fit():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(Line([NAN_LOSS] * 7), safe(), 8, callbacks=[monitor])
-        (message,) = [str(w.message) for w in caught if w.category is AmpGuardWarning]
+        told = [str(w.message) for w in caught if w.category is AmpGuardWarning]
+        (message,) = [text for text in told if "AmpMonitor(warn_after=3)" in text]
         assert "optimizer 0 skipped 3 updates in a row, the last (attempt 2)" in message
 
 
@@ -506,10 +565,12 @@ def test_skips_that_go_on_are_warned_of_once_in_each_fit():
     ],
 )
 def test_no_warning_without_reason(plan, scale, monitor):
-    # warnings are errors here
     plugin = SafeAMP(init_scale=scale)
-    fit(Line(plan), plugin, len(plan) + 1, callbacks=[monitor])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Line(plan), plugin, len(plan) + 1, callbacks=[monitor])
     assert plugin.tally.skipped == len(plan)
+    assert not any("AmpMonitor(warn_after=" in str(w.message) for w in caught)
 
 
 @pytest.mark.parametrize(
@@ -519,6 +580,13 @@ def test_no_warning_without_reason(plan, scale, monitor):
         ({"warn_after": 0}, ValueError),
         ({"warn_after": True}, TypeError),
         ({"warn_after": 2.5}, TypeError),
+        ({"ledger": 1}, TypeError),
+        ({"ledger": ""}, TypeError),
+        ({"ledger": None}, TypeError),
+        ({"checksum_every": 0}, ValueError),
+        ({"checksum_every": True}, TypeError),
+        ({"baseline": True}, TypeError),
+        ({"baseline": ""}, TypeError),
     ],
 )
 def test_bad_arguments_are_named(kwargs, error):
@@ -535,25 +603,32 @@ def warm_up(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("gate", "interval", "ends"),
+    ("gate", "interval", "ends", "ahead"),
     [
-        (True, "step", ["  schedule LinearLR  ends 3 short of 6 attempts"]),
+        (True, "step", ["  schedule LinearLR  ends 3 short of 6 attempts"], False),
         (
             False,
             "step",
             ["  schedule LinearLR  not gated: ran through 6 attempts, 3 ahead of the updates"],
+            True,
         ),
-        (True, "epoch", []),
+        (True, "epoch", [], False),
     ],
 )
-def test_the_summary_tells_the_fit(said, gate, interval, ends):
-    model = Line([BAD, GOOD, NAN_LOSS, BAD], make_scheduler=warm_up, interval=interval)
+def test_the_summary_tells_the_fit(said, gate, interval, ends, ahead):
+    monitor, model = (
+        AmpMonitor(),
+        Line([BAD, GOOD, NAN_LOSS, BAD], make_scheduler=warm_up, interval=interval),
+    )
     plugin = SafeAMP(init_scale=8.0, growth_interval=3)
     with warnings.catch_warnings():
         # torch's own, when an ungated schedule moves before the first update
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        fit(model, plugin, 6, callbacks=[AmpMonitor(), SchedulerGate(enabled=gate)])
+        warnings.filterwarnings("ignore", "AMP10")
+        fit(model, plugin, 6, callbacks=[monitor, SchedulerGate(enabled=gate)])
     (text,) = [line for line in said if "Mixed precision" in line]
+    found = [finding.code for finding in monitor.findings]
+    assert ("AMP102" in found) == ahead
     lines = text.splitlines()
     lines = [re.sub(r"^(  (?!schedule)\S+( share)?) +", r"\1: ", line) for line in lines]
     assert lines == [
@@ -564,6 +639,7 @@ def test_the_summary_tells_the_fit(said, gate, interval, ends):
         "  skip share: 50 % (expected about 25 %)",
         "  scale: 2 to 8, now 2",
         *ends,
+        "  findings: " + (", ".join(found) or "none"),
     ]
 
 
@@ -621,3 +697,157 @@ def test_between_log_steps_no_tensor_is_touched_and_nothing_read(plugin):
     without = between_log_steps("ops", plugin, [])
     assert without
     assert between_log_steps("ops", plugin, [AmpMonitor()]) == without
+
+
+class Quiet(Line):
+    """`Line` that hears of no outcome, so that outcomes may come late."""
+
+    on_step_outcome = None
+
+
+def reads_of_a_batch(make_optimizer, callbacks, every, plugin=safe):
+    """Host reads of batch 6, from its start to the end of the callbacks' turn."""
+    meter = Meter(ops=True)
+    fit(Quiet(make_optimizer=make_optimizer), plugin(), 9, callbacks=[*callbacks, meter],
+        log_every_n_steps=every)  # fmt: skip
+    return meter.reads
+
+
+def fused(params):
+    return torch.optim.AdamW(params, lr=0.5, fused=True)
+
+
+@pytest.mark.parametrize(("optimizer", "own"), [(None, 1), (fused, 0)], ids=["plain", "fused"])
+def test_between_log_steps_the_host_waits_as_often_as_without(optimizer, own):
+    assert reads_of_a_batch(optimizer, [], 5) == own
+    assert reads_of_a_batch(optimizer, [AmpMonitor()], 5) == own
+
+
+@pytest.mark.parametrize(("optimizer", "own"), [(None, 1), (fused, 2)], ids=["plain", "fused"])
+def test_a_log_step_reads_once_for_statistics_and_twice_for_loss_and_parameters(optimizer, own):
+    # besides the attempt's own, and one for attempts that waited; batch 6 is the seventh
+    assert reads_of_a_batch(optimizer, [AmpMonitor()], 7) == own + 1 + 2
+
+
+@pytest.mark.parametrize("optimizer", [None, fused], ids=["plain", "fused"])
+def test_a_ledger_is_one_transfer_per_attempt_besides_its_own(tmp_path, optimizer):
+    monitor = AmpMonitor(ledger=tmp_path / "run.jsonl")
+    # on the host itself the loss is made of its eight bytes: one more that is none on a device
+    assert reads_of_a_batch(optimizer, [monitor], 5) - 1 == 1 + 1
+
+
+# ---------------------------------------------------------------------- odd modules and runs
+
+
+class Odd(L.LightningModule):
+    """The sum of whatever parameters `make` returns, times `factor`."""
+
+    def __init__(self, make, optimizer=torch.optim.SGD):
+        super().__init__()
+        self.part, self.optimizer = make(), optimizer
+
+    def training_step(self, batch, batch_idx):
+        total = 0.0
+        for p in self.part.parameters():
+            total = total + (p.abs() if p.is_complex() else p).float().sum() * p.requires_grad
+        return total if torch.is_tensor(total) and total.requires_grad else None
+
+    def configure_optimizers(self):
+        return self.optimizer(self.part.parameters(), lr=0.1)
+
+
+class Bag(Odd):
+    """A sparse gradient: of two rows of five."""
+
+    def __init__(self):
+        super().__init__(lambda: torch.nn.EmbeddingBag(5, 3, sparse=True, mode="sum"))
+
+    def training_step(self, batch, batch_idx):
+        return self.part(torch.tensor([[0, 3, 3]])).float().sum()
+
+
+class Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([3.0 + 4.0j, 4.0 + 3.0j]))
+
+
+def half_frozen():
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    layers[0].requires_grad_(False)
+    return layers
+
+
+@pytest.mark.parametrize("ledger", [False, True])
+@pytest.mark.parametrize("plugin", [safe, lambda: None, lambda: stock_plugin(init_scale=8.0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Bag,
+        lambda: Odd(Complex),
+        lambda: Odd(half_frozen),
+        lambda: Odd(lambda: torch.nn.Linear(2, 2).double()),
+        lambda: Odd(lambda: torch.nn.Linear(0, 2)),
+    ],
+    ids=["sparse", "complex", "frozen", "float64", "empty"],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+@pytest.mark.filterwarnings("ignore:AMP10[49]")  # an odd loss falls as it likes
+def test_odd_modules_are_watched(tmp_path, make, plugin, ledger):
+    model = make()
+    if any(p.is_complex() for p in model.parameters()) and type(plugin()) is MixedPrecision:
+        pytest.skip("torch's own scaler takes no complex gradients")
+    monitor = AmpMonitor(ledger=tmp_path / "x.jsonl" if ledger else False)
+    trainer = fit(model, plugin(), 3, callbacks=[monitor], log_every_n_steps=1)
+    values = trainer.callback_metrics
+    assert (values["amp/applied_steps"], values["amp/skipped_steps"]) == (3, 0)
+    assert values["amp/zero_grad_fraction"] == 0.0
+    assert (tmp_path / "x.jsonl").exists() == ledger
+
+
+def test_a_module_without_optimizers_is_watched():
+    class Idle(Line):
+        def configure_optimizers(self):
+            return None
+
+    for plugin in (safe(), None):
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*`LightningModule.configure_optimizers` returned `None`"
+            )
+            trainer = fit(Idle(), plugin, 2, callbacks=[AmpMonitor()], log_every_n_steps=1)
+        assert trainer.callback_metrics.get("amp/applied_steps", 0) == 0
+
+
+def test_what_a_checkpoint_lacked_is_forgotten_with_the_next_fit(tmp_path):
+    path = tmp_path / "plain.ckpt"
+    fit(Line(), n=1, precision="32-true").save_checkpoint(path)
+    monitor = AmpMonitor()
+    with pytest.warns(AmpGuardWarning, match="AMP107"):
+        fit(Line(), stock_plugin(), 1, callbacks=[monitor], ckpt_path=path, max_epochs=2)
+    assert [finding.code for finding in monitor.findings] == ["AMP107"]
+    fit(Line(), stock_plugin(), 1, callbacks=[monitor])
+    assert monitor.findings == []
+
+
+def test_scale_at_the_checkpoint_is_told_where_a_monitor_was_there(tmp_path):
+    path = tmp_path / "run.ckpt"
+    first = AmpMonitor()
+    fit(Line(), stock_plugin(init_scale=8.0), 1, callbacks=[first]).save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["MixedPrecision"]
+    torch.save(checkpoint, path)
+    with pytest.warns(AmpGuardWarning, match="where it was 8 when the checkpoint was written"):
+        fit(Line(), stock_plugin(), 1, callbacks=[AmpMonitor()], ckpt_path=path, max_epochs=2)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_finding_that_is_raised_leaves_nothing_behind(tmp_path):
+    plugin, monitor = safe(), AmpMonitor()
+    model = Line(make_scheduler=warm_up)
+    # warnings are errors here: the finding ends the run, and is told again on the way out
+    model.plan = [BAD, GOOD, BAD, GOOD]
+    with pytest.raises(AmpGuardWarning, match="AMP102"):
+        fit(model, plugin, 4, callbacks=[monitor, SchedulerGate(enabled=False)])
+    assert monitor._run is None
+    assert plugin.engine is None or plugin.engine.witnesses == []

@@ -38,7 +38,8 @@ Mixed precision in this fit:
   skipped            4 (3 non-finite gradients, 1 non-finite loss)
   skip share         10 % (expected about 0.05 %)
   scale              2**20 to 2**24, now 2**21
-  schedule LinearLR  ends 4 short of 40 attempts"""
+  schedule LinearLR  ends 4 short of 40 attempts
+  findings           none"""
 
 
 def test_text_says_counts_reasons_share_scale_and_schedule():
@@ -59,6 +60,7 @@ def test_nothing_scaled_and_nothing_skipped_is_said_in_short():
         ("applied", "3"),
         ("skipped", "0"),
         ("skip share", "0 % (expected about 0 %)"),
+        ("findings", "none"),
     ]
 
 
@@ -78,13 +80,17 @@ def test_a_schedule_that_nothing_held_back_is_ahead():
     assert end.sentence == "not gated: ran through 40 attempts, 4 ahead of the updates"
 
 
-def test_schedules_beyond_three_lines_are_counted():
+def test_findings_are_the_last_line_by_code():
+    found = summary(findings=["AMP103", "AMP108"])
+    assert found.rows()[-1] == ("findings", "AMP103, AMP108")
+
+
+def test_schedules_beyond_two_lines_are_counted():
     ends = [ScheduleEnd(name, 4, 3) for name in "ABCDE"]
     labels = [row for row in summary(schedules=ends).rows() if row[0].startswith("schedule")]
     assert labels == [
         ("schedule A", "ends 1 short of 4 attempts"),
-        ("schedule B", "ends 1 short of 4 attempts"),
-        ("schedules", "and 3 more"),
+        ("schedules", "and 4 more"),
     ]
 
 
@@ -101,6 +107,7 @@ def longest():
         run=StepTally(10**6, 10**6 - 5, 5, 0),
         reasons=dict.fromkeys(SkipReason, 1000),
         schedules=[ScheduleEnd("CosineAnnealingWarmRestarts", 10**6, 10**5, False)] * 9,
+        findings=[f"AMP{code}" for code in range(101, 114)],
     )
 
 
@@ -108,7 +115,9 @@ def longest():
 def test_the_longest_summary_has_at_most_twelve_lines(render):
     if render is as_table:
         pytest.importorskip("rich")
-    assert len(render(longest().rows()).splitlines()) <= 12
+    lines = render(longest().rows()).splitlines()
+    assert len(lines) <= 12
+    assert "AMP113" in lines[-2 if render is as_table else -1]
 
 
 @pytest.fixture
