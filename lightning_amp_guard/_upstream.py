@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -582,6 +583,8 @@ def _is_preset(optimizer: Optimizer) -> bool:
 def _step_hooks_of_others(optimizer: Optimizer) -> list[Any]:
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     hooks = [*before.values(), *after.values()]
+    hooks += _global_optimizer_pre_hooks.values()
+    hooks += _global_optimizer_post_hooks.values()
     return [h for h in hooks if getattr(h, "__module__", "").partition(".")[0] != _PACKAGE]
 
 

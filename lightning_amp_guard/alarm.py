@@ -28,6 +28,7 @@ def alarm(
     culprit: str | None = None,
     *,
     finding: str = "",
+    remedy: str = "",
     scaling: bool = True,
 ) -> AmpGuardError | None:
     """Return the error that a skip ends the run with, or `None` to go on. Host sync: one if so.
@@ -41,16 +42,22 @@ def alarm(
         names: Parameter names by `id`.
         culprit: The module to blame, where something located it.
         finding: What located it, in a sentence.
+        remedy: What mends a gradient that no smaller scale would mend, with what was expected.
         scaling: Whether losses are scaled (FP16); under bfloat16 no scale can help.
     """
     limit = settings.max_consecutive_skips
     found = f" {finding}" if finding else ""
+    advice = _remedy(outcome, owner, culprit, scaling)
+    expected = f" {_expected(outcome, scaling)}"
+    if remedy and outcome.reason is SkipReason.NONFINITE_GRADIENTS:
+        # it says itself what was expected; the message ends in the line to write
+        advice, expected = remedy[:-1] if remedy.endswith("`.") else remedy, ""
     if settings.error_if_nonfinite:
         shown = _listed(nonfinite_parameters(lane, names))
         return NonFiniteGradientError(
             f"`{owner}(error_if_nonfinite=True)`: attempt {outcome.attempt} of optimizer"
             f" {outcome.optimizer_idx} was skipped at scale {outcome.scale:g}: {_what(outcome)}, with"
-            f" non-finite gradients in {shown}.{found} {_remedy(outcome, owner, culprit, scaling)}",
+            f" non-finite gradients in {shown}.{found} {advice}",
             outcome,
         )
     if limit is None or tally.consecutive_skips < limit:
@@ -60,7 +67,7 @@ def alarm(
         f"`{owner}(max_consecutive_skips={limit})`: optimizer {outcome.optimizer_idx} skipped"
         f" {tally.consecutive_skips} updates in a row, the last (attempt {outcome.attempt}) at scale"
         f" {outcome.scale:g}: {_what(outcome)}, with non-finite gradients in {shown}."
-        f"{found} {_expected(outcome, scaling)} {_remedy(outcome, owner, culprit, scaling)}",
+        f"{found}{expected} {advice}",
         outcome,
     )
 

@@ -330,12 +330,6 @@ class AttemptEngine:
         """Bring held gradients to the new scale. Host sync: none."""
         self.movement.scale_moved(ratio)
 
-    def settle(self) -> Iterator[StepOutcome]:
-        """Yield the outcomes that were waiting, each counted when it comes. Host sync: one."""
-        for outcome in self.late.settle():
-            self.tallies[outcome.optimizer_idx] = self.tallies[outcome.optimizer_idx].after(outcome)
-            yield outcome
-
     def stop_scaling(self) -> None:
         """Unscale what gradients are held, and scale no more; they are still checked.
 

@@ -11,7 +11,7 @@ from lightning_amp_guard.alarm import alarm
 from lightning_amp_guard.errors import AmpGuardError, SkipLimitError
 from lightning_amp_guard.late import LONGEST_WAIT
 from lightning_amp_guard.life_cycle import LifeCycle
-from lightning_amp_guard.outcome import StepOutcome
+from lightning_amp_guard.outcome import SkipReason, StepOutcome
 
 __all__ = ["Hearing"]
 
@@ -56,18 +56,21 @@ class Hearing(LifeCycle):
         patched = [name in vars(self) for name in _CLIPPING]
         return self.clips_locally and all(own) and not any(seen + patched)
 
-    def _conclude(self, outcome: StepOutcome, closure: Any = None) -> None:
+    def _conclude(self, outcome: StepOutcome, closure: Any = None, *, late: bool = False) -> None:
         self._last = outcome
         if not outcome.applied:
             for skipped in self._after_skip:
-                skipped(outcome, _upstream.batch_of(closure))
+                skipped(outcome, self._batch if closure is None else _upstream.batch_of(closure))
         for after in self._after:
             after(outcome)
         self._listen()
         for hook in self._hooks:
             hook(outcome)
         if not outcome.applied:
-            self._sound_alarm(outcome)
+            self._sound_alarm(outcome, late=late)
+        if self._held is not None and not late:  # the attempt after the limit was applied
+            held, self._held = self._held, None
+            self._end_or_go_on(held)
 
     def settle(self) -> None:
         """Read the attempts that nobody has read yet, and tell of them.
@@ -78,32 +81,51 @@ class Hearing(LifeCycle):
         engine = self.engine
         if engine is None or not engine.late.waiting:
             return
-        for outcome in engine.settle():
-            self._conclude_late(outcome)
+        outcomes = engine.late.settle()
+        applied = [i for i, outcome in enumerate(outcomes) if outcome.applied]
+        self.telling_late = True
+        try:
+            for i, outcome in enumerate(outcomes):
+                idx = outcome.optimizer_idx
+                self._tallies[idx] = self._tallies[idx].after(outcome)
+                # skips that go on: the next attempt is watched, and its alarm can name the module
+                self._hold_alarm = i > max(applied, default=-1) and self._locator_may_tell()
+                self._conclude_late(outcome)
+        finally:
+            self.telling_late = self._hold_alarm = False
+        # the next bad batch is to be looked at while it is there
+        bad = [outcome.reason is SkipReason.NONFINITE_LOSS for outcome in outcomes]
+        self._hurried = self._hurried or any(bad)
+
+    def _locator_may_tell(self) -> bool:
+        return any([g.name == "NonFiniteLocator" and not g.finding for g in self.guards])
 
     def _conclude_late(self, outcome: StepOutcome) -> None:
         try:
-            self._conclude(outcome)
+            self._conclude(outcome, late=True)
         except AmpGuardError as error:
             self._overdue = self._overdue or error
 
     def _raise_overdue(self) -> None:
         error, self._overdue = self._overdue, None
         if error is not None:
-            raise error
+            self._end_or_go_on(error)
 
     def _may_be_late(self) -> bool:
         """Return whether the outcome of the attempt ahead may wait: it is not the last for now."""
-        return self._patient and not _upstream.steps_last(self.trainer)
+        return self._patient and not self._hurried and not _upstream.steps_last(self.trainer)
 
     def _settle_if_long(self) -> None:
         engine = self.engine
         if engine is not None and len(engine.late.waiting) >= LONGEST_WAIT:
             self.settle()
 
-    def _sound_alarm(self, outcome: StepOutcome) -> None:
+    def _sound_alarm(self, outcome: StepOutcome, *, late: bool = False) -> None:
         assert self.engine is not None
         idx = outcome.optimizer_idx
+        if self._overdue is not None:  # the limit was reached before this attempt
+            self._tallies[idx] = self._tallies[idx].forgiven()
+            return
         finder = next((guard for guard in self.guards if guard.finding), None)
         error = alarm(
             outcome,
@@ -114,18 +136,29 @@ class Hearing(LifeCycle):
             self.parameter_names(),
             None if finder is None else finder.fp32_path,
             finding="" if finder is None else finder.finding,
+            remedy="" if finder is None else finder.remedy,
             scaling=self.scaler is not None,
         )
         if error is None:
             return
+        if self._hold_alarm:
+            self._held = self._held or error
+            return
+        self._held = None
         # a checkpoint written because of the error must not end the resumed run at once
         self._tallies[idx] = self._tallies[idx].forgiven()
+        if late:  # to fall back within a step would leave its gradients scaled
+            raise error
+        self._end_or_go_on(error)
+
+    def _end_or_go_on(self, error: AmpGuardError) -> None:
         go_on_in = self.settings.on_limit
         ends = self.switched is not None or go_on_in in ("raise", self.precision)
         if ends or not isinstance(error, SkipLimitError):
             raise error
         self.fall_back(go_on_in)
-        self.warn(f"{error}. As `on_limit={go_on_in!r}` asks, the run goes on in {go_on_in!r}.")
+        said = str(error).rstrip(".")
+        self.warn(f"{said}. As `on_limit={go_on_in!r}` asks, the run goes on in {go_on_in!r}.")
 
 
 def _hears(listener: Any) -> bool:

@@ -55,8 +55,11 @@ class LifeCycle(Configuration):
         self._see_batch: list[Callable[[Any], None]] = []
         self._see_loss: list[Callable[[Any], None]] = []
         self._heard: tuple[Any, int] = (None, 0)
-        self._patient = self._unseen = False
-        self._overdue: AmpGuardError | None = None
+        self._patient = self._unseen = self._hurried = self._hold_alarm = False
+        self.telling_late = False  # are outcomes told after their batch is gone?
+        self._batch: Any = None  # of a training step in manual optimization
+        self._overdue: AmpGuardError | None = None  # to be raised at the end of the next step
+        self._held: AmpGuardError | None = None  # likewise, unless that step knows more
         self._hooks: list[Callable[[StepOutcome], Any]] = []
         self._handled: list[Any] = []
         self._probe = AnomalyProbe(self.warn)
@@ -200,7 +203,9 @@ class LifeCycle(Configuration):
             self.settle()
             self._gates = self.saved_gates()
         self.active = False
-        self._overdue = None
+        if (late := self._overdue or self._held) is not None:
+            self.warn(str(late))  # found out at the very end: no step is left to raise it
+        self._overdue, self._held, self._batch, self._hurried = None, None, None, False
         self._probe.loss = None  # left there by an exception before the backward pass
         if self.scaler is not None:
             self.scaler.watcher = self.scaler.settle = None
@@ -302,7 +307,9 @@ class LifeCycle(Configuration):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle settings, scale and counts; what belongs to a run stays behind."""
         self.settle()
-        gone = dict.fromkeys(("trainer", "module", "engine", "_probe", "_overdue"))
+        gone = dict.fromkeys(
+            ("trainer", "module", "engine", "_probe", "_overdue", "_held", "_batch")
+        )
         fresh = {"guards": [], "active": False, "_scopes": None, "_after": [], "_see_batch": []}
         fresh |= {"_after_skip": [], "_see_loss": []}
         rest = {"_heard": (None, 0), "_hooks": [], "_handled": []}

@@ -17,6 +17,7 @@ from lightning_amp_guard.windows import GradientWindows
 __all__ = ["clip_and_step", "combined_factor", "walkable"]
 
 _EPSILON = float32(1e-6)  # as in torch.nn.utils.clip_grad_norm_
+_LEAST_FACTOR = 2.0**-126  # the smallest normal float32: below, bits are lost, then all of it
 
 
 def walkable(lane: Lane, windows: GradientWindows) -> list[Tensor] | None:
@@ -65,6 +66,7 @@ def clip_and_step(
     The norm of the scaled gradients is the check, the true norm and the factor in one read. A fused
     optimizer of torch's takes the factor as its `grad_scale`; others get one multiply, none if the
     factor is 1. A norm that is not finite decides nothing here: a finite gradient's norm may overflow.
+    Nor does a factor too small for float32, where unscaling first and clipping then loses nothing.
 
     Args:
         lane: The optimizer's lane.
@@ -82,6 +84,8 @@ def clip_and_step(
         return None
     scale = windows.scaler.get_scale() if windows.scaling else 1.0
     true, factor = combined_factor(norm, scale, clip)
+    if factor < _LEAST_FACTOR:
+        return None
     windows.note_unscaled(lane)
     if factor != 1.0 and _upstream.takes_grad_scale(lane.optimizer):
         with _upstream.grad_scale(lane.optimizer, 1.0 / factor, grads[0].device):

@@ -33,6 +33,8 @@ class AmpPlugin(Hearing):
 
     def convert_input(self, data: Any) -> Any:
         """At the first training batch, open a saved window and let guards look."""
+        if self.active and self.engine is not None and self.engine.manual:
+            self._batch = data
         if self._see_batch and self.active and self.trainer.training and self.engine is not None:
             looks, self._see_batch = self._see_batch, []
             self.engine.begin_batch()
@@ -50,6 +52,7 @@ class AmpPlugin(Hearing):
             yield
         if engine is not None and engine.manual:
             engine.movement.end_batch(None)
+            self._batch = None
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:

@@ -160,8 +160,8 @@ def plant(
         The `Plant`, a context manager. `calls` counts the module's calls, `planted` the faults.
 
     Raises:
-        ValueError: No such module, fault or direction; or, at the call, the module returns no
-            floating point tensor.
+        ValueError: No such module, fault or direction, a negative `at`; or, at the call, the module
+            returns no floating point tensor.
         TypeError: `at` is no number, collection or function.
 
     Host sync: none.
@@ -181,14 +181,20 @@ def plant(
         if value not in legal:
             expected = ", ".join(map(repr, legal))
             raise ValueError(f"`plant({name}={value!r})`: expected one of {expected}.")
-    if isinstance(at, bool) or not (
-        isinstance(at, int) or callable(at) or hasattr(at, "__contains__")
-    ):
-        raise TypeError(
-            f"`plant(at={at!r})`: expected a number of a call from 0, a collection of numbers such as"
-            " `range(3, 6)`, or a function of the number."
-        )
+    _check_at(at)
     return Plant(_find(model, where), fault, direction, at)
+
+
+def _check_at(at: Any) -> None:
+    expected = (
+        "expected a number of a call from 0, a collection of numbers such as `range(3, 6)`, or a"
+        " function of the number."
+    )
+    legal = isinstance(at, int) or callable(at) or hasattr(at, "__contains__")
+    if isinstance(at, (bool, str, bytes)) or not legal:
+        raise TypeError(f"`plant(at={at!r})`: {expected}")
+    if isinstance(at, int) and at < 0:
+        raise ValueError(f"`plant(at={at!r})`: {expected} Calls are not counted from the end.")
 
 
 def _find(model: Module, where: str | Module) -> Module:

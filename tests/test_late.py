@@ -9,12 +9,14 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 
 from lightning_amp_guard import (
+    AmpGuardWarning,
     AmpMonitor,
     NonFiniteGradientError,
     SafeAMP,
     SkipLimitError,
     StepTally,
 )
+from lightning_amp_guard.testing import plant
 from tests.helpers import BAD, GOOD, NAN_LOSS, NONE, Line, batches, fit
 
 PLAN = [GOOD, BAD, GOOD, GOOD, NAN_LOSS, GOOD, GOOD, BAD, BAD, GOOD, NONE]
@@ -287,3 +289,58 @@ def test_validation_reads_what_waits():
 
     trainer.fit(model, batches(6), batches(1))
     assert waiting.seen == [1, 2, 3, 1, 2, 0]
+
+
+@pytest.mark.parametrize("limit", [5, 16, 32])
+def test_a_limit_read_late_switches_once_and_what_was_made_before_counts_no_second_time(limit):
+    plugin = SafeAMP(init_scale=2.0**20, max_consecutive_skips=limit, on_limit="32-true")
+    with pytest.warns(AmpGuardWarning, match="on_limit"):
+        fit(Silent([BAD] * 33, adamw), plugin, 60)
+    assert plugin.precision == "32-true"
+    assert plugin.tally.attempted == 60
+
+
+def test_a_switch_that_is_found_out_between_scaling_and_backward_unscales_the_gradients():
+    class Asks(Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            trainer.precision_plugin.tally  # noqa: B018  # reads what is waiting
+
+    class Notes(Silent):
+        def on_before_optimizer_step(self, optimizer):
+            grad = float(self.lin.weight.grad[0, 0])
+            self.grads = [*getattr(self, "grads", []), grad]
+
+    plugin = SafeAMP(init_scale=64.0, max_consecutive_skips=1, on_limit="32-true")
+    model = Notes([GOOD, BAD], adamw)
+    with pytest.warns(AmpGuardWarning, match="on_limit"):
+        fit(model, plugin, 5, callbacks=[Asks()])
+    assert [g for i, g in enumerate(model.grads) if i != 1] == [1.0] * 4
+
+
+def test_a_limit_found_out_at_the_very_end_is_told():
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 6
+
+    plugin = SafeAMP(init_scale=2.0**20, max_consecutive_skips=3)
+    with pytest.warns(AmpGuardWarning, match="skipped 3 updates in a row"):
+        fit(Silent([GOOD, BAD, BAD, BAD, BAD, GOOD], adamw), plugin, 20, callbacks=[Stops()])
+
+
+def test_a_run_that_skips_from_its_first_step_names_the_module():
+
+    model = Silent((), adamw)
+    with (
+        plant(model, "lin", "nan", direction="backward", at=range(200)),
+        pytest.raises(SkipLimitError, match=r'fp32_modules=\["lin"\]') as error,
+    ):
+        fit(model, SafeAMP(init_scale=2.0**10), 80)
+    assert "NonFiniteLocator" in str(error.value)
+
+
+def test_after_a_bad_loss_that_was_read_late_the_next_one_is_looked_at_at_once():
+    looks = Waiting()
+    plan = [GOOD, NAN_LOSS] + [GOOD] * 50
+    fit(Silent(plan, adamw), SafeAMP(init_scale=64.0), 50, callbacks=[looks])
+    assert max(looks.seen[:32]) == 31
+    assert set(looks.seen[32:]) == {0}

@@ -220,6 +220,28 @@ def test_clipping_in_manual_optimization_still_unscales_first():
     assert model.weight == pytest.approx(8.0 - 0.25, rel=1e-6)
 
 
+class Steep(Silent):
+    """Each gradient is 2**20, of norm 2**21, at a weight of 0."""
+
+    def __init__(self, plan, make_optimizer):
+        super().__init__(plan, make_optimizer, start=0.0)
+
+    def training_step(self, batch, batch_idx):
+        return (self.lin.weight * 2.0**20).sum()
+
+
+@pytest.mark.parametrize("exponent", [24, 40])  # a factor of few bits, and one that is 0
+@pytest.mark.parametrize("name", MAKE)
+def test_a_factor_too_small_for_float32_loses_no_update(name, exponent):
+    model, plugin = Steep((), MAKE[name]), SafeAMP(init_scale=2.0**exponent, max_scale=None)
+    fit(model, plugin, n=1, gradient_clip_val=1.3 * 2.0**-100)
+    # clipped, each gradient is 1.3 * 2**-101; Adam divides by its eps alone; the lr is 0.5
+    moved = 1.3 * 2.0**-102 * (1e8 if "adam" in name else 1.0)
+    assert plugin.tally.applied == 1
+    expected = torch.full_like(model.lin.weight, -moved)
+    torch.testing.assert_close(model.lin.weight.detach(), expected.detach(), rtol=1e-5, atol=0.0)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     grads=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=6),

@@ -117,7 +117,7 @@ def test_forward_fault_lets_the_gradient_through():
         (range(2, 4), [2, 3]),
         (range(0, 100, 2), [0, 2, 4]),
         (lambda call: call >= 3, [3, 4]),
-        (-1, []),
+        (lambda call: False, []),
     ],
     ids=["int", "later", "set", "list", "range", "steps", "predicate", "never"],
 )
@@ -320,6 +320,9 @@ def test_planted_steps_are_skipped_in_training():
         ({"at": True}, TypeError, "at=True"),
         ({"at": None}, TypeError, "range(3, 6)"),
         ({"at": 1.5}, TypeError, "at=1.5"),
+        ({"at": "a"}, TypeError, "at='a'"),
+        ({"at": b"\x03"}, TypeError, "at=b"),
+        ({"at": -1}, ValueError, "at=-1"),
     ],
     ids=repr,
 )

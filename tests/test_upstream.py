@@ -33,6 +33,10 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_amp_guard import _upstream
 from tests.helpers import Line, ManualLine, batches, fit, make_trainer
@@ -1712,6 +1716,11 @@ def test_takes_grad_scale_knows_torch_s_own_fused_optimizers_without_hooks_of_ot
     handle = optimizer.register_step_pre_hook(lambda *args: None)
     assert not _upstream.takes_grad_scale(optimizer)
     handle.remove()
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *args: None)  # for every optimizer there is
+        seen = _upstream.takes_grad_scale(optimizer)
+        handle.remove()
+        assert not seen, "torch keeps its global step hooks elsewhere"
     optimizer.grad_scale = torch.tensor(2.0)  # a user's own
     assert not _upstream.takes_grad_scale(optimizer)
     optimizer.grad_scale = None

@@ -81,7 +81,7 @@ class BatchReport:
         return bool(self.fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the totals, and the counts of each bad field under its path."""
+        """Return the totals, and the counts of each bad field under its path; a shape as "3x2"."""
         totals = {"scanned": self.scanned, "bad": len(self.fields)}
         flat: dict[str, Any] = {**totals, "inf": self.inf, "nan": self.nan}
         for found in self.fields:
@@ -91,7 +91,7 @@ class BatchReport:
                 f"{found.path} nan": found.nan,
                 f"{found.path} first": found.first,
                 f"{found.path} dtype": found.dtype,
-                f"{found.path} shape": found.shape,
+                f"{found.path} shape": "x".join([str(size) for size in found.shape]),
             }
         return flat
 

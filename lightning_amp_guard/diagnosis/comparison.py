@@ -37,7 +37,7 @@ class LayerReport:
     activation_share: float
     gradient_norm: float = math.nan
     underflow: Underflow = NO_UNDERFLOW
-    agreement: Mapping[str, Agreement] = field(default_factory=dict)
+    agreement: Mapping[str, Agreement] = field(default_factory=dict, hash=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers under flat names."""
@@ -90,20 +90,20 @@ class RungReport:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers under flat names; the curves as lists."""
+        """Return all numbers under flat names; points of the curves as `losses/0`, `losses/1`, ..."""
         return {
             "name": self.name,
             "scale": self.scale,
             "loss": self.loss,
             "output_error": self.output_error,
             "grad_norm": self.grad_norm,
-            "losses": list(self.losses),
-            "grad_norms": list(self.grad_norms),
             "skipped": self.skipped,
             "nonfinite": self.nonfinite,
             "healthy": self.healthy,
             "runs": self.runs,
-            "problems": [problem.sentence for problem in self.problems],
+            "problems": "; ".join([problem.sentence for problem in self.problems]),
+            **{f"losses/{i}": loss for i, loss in enumerate(self.losses)},
+            **{f"grad_norms/{i}": norm for i, norm in enumerate(self.grad_norms)},
         }
 
 
@@ -176,15 +176,23 @@ class ComparisonReport:
         return figure
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values: one flat level, lists of flat dicts below it."""
-        return {
+        """Return the report as plain values on one flat level.
+
+        Keys are `RUNG/KEY`, `LAYER/KEY` and `LAYER/RUNG/KEY`. The module itself is the
+        layer "": its keys begin with a slash.
+        """
+        flat: dict[str, Any] = {
             "healthy": self.healthy,
             "verdict": self.verdict,
             "output": self.output,
             "lr": self.lr,
-            "rungs": [rung.to_dict() for rung in self.rungs],
-            "layers": [layer.to_dict() for layer in self.layers],
         }
+        parts: list[RungReport | LayerReport] = [*self.rungs, *self.layers]
+        for part in parts:
+            values = part.to_dict()
+            del values["name"]  # it is in the key
+            flat |= {f"{part.name}/{key}": value for key, value in values.items()}
+        return flat
 
     def __str__(self) -> str:
         return as_text(self)

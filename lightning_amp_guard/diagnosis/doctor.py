@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, cast
 
@@ -67,7 +67,7 @@ class DoctorReport:
             version, or "not examined").
     """
 
-    versions: Mapping[str, str]
+    versions: Mapping[str, str] = field(hash=False)
     devices: Sequence[DeviceReport]
     tf32: str
     faults: Sequence[tuple[UpstreamFault, str]]
@@ -111,7 +111,7 @@ def examine() -> DoctorReport:
     versions = {"python": platform.python_version()}
     versions |= {name: v for name, d in _PACKAGES.items() if (v := _version(d))}
     versions.setdefault("lightning_amp_guard", "a source tree, not installed")
-    return DoctorReport(versions, _devices(), _tf32(), known_faults(versions))
+    return DoctorReport(versions, tuple(_devices()), _tf32(), tuple(known_faults(versions)))
 
 
 def _version(distribution: str) -> str | None:

@@ -149,19 +149,27 @@ class DtypeReport:
         return sum(row.share for row in self.rows if row.dtype in ("float16", "bfloat16"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values: one flat level, lists of flat dicts below it."""
-        return {
+        """Return the report as plain values on one flat level.
+
+        Rows are `OP/DTYPE/calls`, `.../seconds`, `.../share`; the other parts are numbered, as
+        `missed_matmuls/0/source` and `findings/0`, and the part's own name holds how many there are.
+        """
+        flat: dict[str, Any] = {
             "precision": self.precision,
             "device": self.device,
             "seconds": self.seconds,
             "cast_share": self.cast_share,
             "low_precision_share": self.low_precision_share,
-            "rows": [asdict(row) for row in self.rows],
-            "missed_matmuls": [asdict(missed) for missed in self.missed_matmuls],
-            "without_rule": [asdict(op) for op in self.without_rule],
-            "functions": [asdict(function) for function in self.functions],
-            "findings": list(self.findings),
         }
+        for row in self.rows:
+            key = f"{row.op}/{row.dtype}"
+            flat |= {f"{key}/calls": row.calls, f"{key}/seconds": row.seconds}
+            flat[f"{key}/share"] = row.share
+        flat |= _numbered("missed_matmuls", [asdict(missed) for missed in self.missed_matmuls])
+        flat |= _numbered("without_rule", [asdict(op) for op in self.without_rule])
+        flat |= _numbered("functions", [asdict(function) for function in self.functions])
+        findings = {f"findings/{i}": finding for i, finding in enumerate(self.findings)}
+        return {**flat, "findings": len(findings), **findings}
 
     def __str__(self) -> str:
         head = (
@@ -177,3 +185,10 @@ class DtypeReport:
         if len(self.rows) > _ROWS_SHOWN:
             lines.append(f"... and {len(self.rows) - _ROWS_SHOWN} more")
         return "\n".join([*lines, *[f"- {finding}" for finding in self.findings]])
+
+
+def _numbered(part: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    flat: dict[str, Any] = {part: len(found)}
+    for i, values in enumerate(found):
+        flat |= {f"{part}/{i}/{key}": value for key, value in values.items()}
+    return flat

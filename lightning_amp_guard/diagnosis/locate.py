@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_amp_guard.diagnosis.arguments import check_positive
 from lightning_amp_guard.diagnosis.blame import blamed, described
 from lightning_amp_guard.diagnosis.finding import NonFiniteReport
 from lightning_amp_guard.diagnosis.prepare import (
@@ -71,7 +72,7 @@ def locate_nonfinite(
 
     Raises:
         ValueError: an unknown precision, a bad scale, or a step without a scalar loss.
-        TypeError: neither `training_step` nor `loss_fn`.
+        TypeError: neither `training_step` nor `loss_fn`, or a scale that is no number.
 
     Host sync: one per operator. Memory: two copies of the module's tensors meanwhile.
 
@@ -83,15 +84,14 @@ def locate_nonfinite(
         >>> print(report.remedy)
         Keep away from the edge: `x / y.clamp(min=1e-6)`.
     """
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"`scale={scale!r}`: expected a positive finite number: `scale=2.0**16`.")
+    check_positive("scale", scale)
     autocast(precision, "cpu")  # raises for an unknown precision
     with undisturbed(module):
         if device is not None:
             module.to(device)
         target = device_of(module)
         step = _Step(module, batch, loss_fn, target, computes_on(module, batch, target))
-        return step.locate(precision, scale if precision == "16-mixed" else 1.0)
+        return step.locate(precision, float(scale) if precision == "16-mixed" else 1.0)
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,13 @@ class _Step:
         notes = [f"compiled and left alone, so run uncompiled here: {names}"] if names else []
         with uncompiled(bool(names)):
             numbers, direction, raised = self._trace(tracer, precision, scale)
+            past = direction == "backward" and scale > 1.0 and not raised
+            if numbers and past and not self._is_finite(precision, 1.0):
+                # the scale may have overflown earlier than the fault that no scale mends
+                again = Tracer(Sites(self.module, self.kind))
+                unscaled = self._trace(again, precision, 1.0)
+                if unscaled[0]:
+                    tracer, scale, (numbers, direction, raised) = again, 1.0, unscaled
             notes += [raised] if raised else []
             empty = NonFiniteReport(precision, scale, notes=tuple(notes))
             if not numbers:
@@ -135,7 +142,7 @@ class _Step:
                         loss = training_loss(self.module, batch, self.loss_fn)
                     if numbers := tracer.origins_of(loss):
                         return numbers, "forward", ""
-                    scaled = loss * scale
+                    scaled = _times(loss, scale)
                     if not is_finite(scaled):
                         return _overflown(tracer, loss, scaled), "backward", ""
                     scaled.backward()  # type: ignore[no-untyped-call]
@@ -175,9 +182,14 @@ class _Step:
                 loss = training_loss(self.module, batch, self.loss_fn)
             if forward_only or not is_finite(loss):
                 return is_finite(loss)
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            _times(loss, scale).backward()  # type: ignore[no-untyped-call]
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             return all([is_finite(grad) for grad in grads])
+
+
+def _times(loss: Tensor, scale: float) -> Tensor:
+    # by a tensor, as torch's scaler does: a float16 loss becomes float32
+    return loss * torch.tensor(scale, device=loss.device)
 
 
 def _overflown(tracer: Tracer, loss: Tensor, scaled: Tensor) -> frozenset[int]:

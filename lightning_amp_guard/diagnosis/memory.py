@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -54,7 +54,7 @@ class MemoryReport:
     master_weights: int
     gradients: int
     optimizer_state: int
-    activations_by_dtype: Mapping[str, int] | None = None
+    activations_by_dtype: Mapping[str, int] | None = field(default=None, hash=False)
     casts: int | None = None
 
     @property

@@ -51,10 +51,13 @@ class Recommendation:
         return self.trial(precision).drift_from(self.trials[0])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values: one flat level, `PRECISION/KEY` for what was measured."""
+        """Return the report as plain values: one flat level, `PRECISION/KEY` for what was measured.
+
+        The sentences are `reasons/0`, `reasons/1`, ...
+        """
         flat: dict[str, Any] = {
             "precision": self.precision,
-            "reasons": list(self.reasons),
+            **{f"reasons/{i}": reason for i, reason in enumerate(self.reasons)},
             "device": self.device,
             "native_bf16": self.native[0],
             "native_fp16": self.native[1],

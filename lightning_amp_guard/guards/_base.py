@@ -109,6 +109,11 @@ class GuardCore:
         """The module that its remedy names."""
         return None
 
+    @property
+    def remedy(self) -> str:
+        """What to do where no smaller scale helps, "" where one may."""
+        return ""
+
     def see_batch(self, batch: Any) -> None:
         """Look at the first training batch of a fit."""
 

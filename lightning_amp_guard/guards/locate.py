@@ -163,6 +163,14 @@ class NonFiniteLocatorCore(GuardCore):
         culprit = self._blamed()
         return None if culprit is None else culprit.path
 
+    @property
+    def remedy(self) -> str:
+        """What mends a backward pass that no smaller scale would mend, "" for other faults."""
+        culprit = self._blamed()
+        if culprit is None or culprit.direction == "forward" or culprit.may_be_overflow:
+            return ""
+        return culprit.remedy
+
     def _report(self, host: Host, trouble: _Trouble, outcome: StepOutcome) -> None:
         culprit, loss = self._blamed(), outcome.reason is SkipReason.NONFINITE_LOSS
         parts = []

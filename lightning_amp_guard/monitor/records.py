@@ -99,8 +99,10 @@ class RunFacts:
         scaling: Whether losses are scaled.
         growth_interval: Applied updates before the scale grows; `None` where it never moves.
         world_size: Number of processes.
-        samples_per_s: Throughput after two warm-up steps; `None` where unknown.
-        peak_mib: Peak memory in MiB (allocated on the device; the process's RSS on the CPU).
+        samples_per_s: Throughput after two warm-up steps, from there to the last log step; `None`
+            where unknown.
+        peak_mib: Peak memory in MiB (allocated on the device; the process's RSS on the CPU); `None`
+            where unknown, as where the process had a higher peak before the fit.
         versions: Versions of torch, lightning and this package.
     """
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,11 +21,18 @@ from lightning_amp_guard.monitor.metrics import FitMetrics, SkipWatch, expected_
 from lightning_amp_guard.monitor.records import Baseline, RunView
 from lightning_amp_guard.monitor.statistics import Aggregates, GradientLook, local_norm, wide
 from lightning_amp_guard.monitor.suspicion import Suspicion
-from lightning_amp_guard.monitor.throughput import Throughput, memory, samples_in
+from lightning_amp_guard.monitor.throughput import (
+    FitTotals,
+    Throughput,
+    lifetime_peaks,
+    memory,
+    samples_in,
+)
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.plugin import AmpPlugin
 from lightning_amp_guard.ranks import total
 from lightning_amp_guard.settings import ScaleSettings
+from lightning_amp_guard.windows import GradientWindows
 
 __all__ = ["MonitoredRun"]
 
@@ -60,7 +66,7 @@ class MonitoredRun:
         self.native = plugin if isinstance(plugin, AmpPlugin) else None
         self.at_log_step, self.looks_always = False, looks
         self.looks_taken: dict[tuple[int, int], GradientLook] = {}
-        self._made: Tensor | None = None
+        self._made: dict[int, Tensor] = {}
         self._loss: Tensor | None = None
         self._detailed = looks or baseline is not None
         self.audit: Audit | None = None
@@ -78,11 +84,12 @@ class MonitoredRun:
         self.journal.losses = Losses(saved.get("losses", ()))
         self.metrics = FitMetrics(self.tallies)
         self.speed = Throughput()
-        self.aggregates = Aggregates(trainer.strategy.root_device)
+        self.aggregates = Aggregates(device := trainer.strategy.root_device)
+        self.totals = FitTotals(self.aggregates.largest_of_ranks(lifetime_peaks(device)))
         self.facts = view.run_facts(trainer, self.scaler)
         self.facts_lost = False
         self._half = view.half_parameters(module)
-        self._schedules = view.positions(trainer)
+        self.schedules = view.positions(trainer)
         self._layers = {id(p): name.rpartition(".")[0] for name, p in module.named_parameters()}
         self.rank_checksums: Sequence[str] = ()
         self._updates_at_scale = 0
@@ -165,9 +172,14 @@ class MonitoredRun:
         if self.suspicion.armed:
             self.suspicion.see_batch(batch)
         self.journal.batch(self.trainer.current_epoch, batch_idx, batch)
-        if self.speed.warming_up and (clock := _token_clock(self.trainer)) is not None:
-            self.speed.tokens(int(clock.seen))  # those of the warm-up and of a former run
         self.speed.batch(samples_in(batch))
+
+    def end_batch(self) -> None:
+        """End a batch. Host sync: one in the warm-up, with a `TokenClock`."""
+        self.batch = None
+        if self.speed.warming_up and (clock := _token_clock(self.trainer)) is not None:
+            # at a batch's end the clock has counted it, wherever it stands among the callbacks
+            self.speed.tokens(int(clock.seen))
 
     def before_backward(self, loss: Tensor) -> None:
         """Take down the loss of a backward pass. Host sync: none."""
@@ -180,26 +192,30 @@ class MonitoredRun:
     def after_backward(self) -> None:
         """Take down what a backward pass made. Host sync: none."""
         if self.audit is not None:
-            for idx, first in self.audit.after_backward():
-                if self._loss is not None:
-                    self.journal.losses.add(idx, self._loss, first=first)
-            self._loss = None
-        elif self.native is not None and self.journal.looks:
-            self._add_loss_of_windows(self.native)
-        if self.at_log_step and self._may_be_touched():
-            grads = [p.grad for p in self.journal.parameters if p.grad is not None]
-            self._made = local_norm(grads) if grads else None
-
-    def _add_loss_of_windows(self, plugin: AmpPlugin) -> None:
-        windows = plugin.running().windows
-        if windows.loss is None:
+            reached, loss = self.audit.after_backward(), self._loss
+            optimizers, self._loss = self.audit.optimizers, None
+        elif self.native is not None and (self.journal.looks or self.at_log_step):
+            windows = self.native.running().windows
+            reached, loss = _reached(windows), windows.loss
+            optimizers = [lane.optimizer for lane in windows.lanes]
+            loss = None if loss is None or not self.journal.looks else self._as_returned(loss)
+        else:
             return
-        loss = self._as_returned(windows.loss)
-        for lane in windows.lanes:
-            reached = [cell for cell in lane.cells if cell in windows.reached]
-            if reached:
-                first = max(cell.micro_batches for cell in lane.cells) == 1
-                self.journal.losses.add(lane.idx, loss, first=first)
+        if loss is not None:
+            for idx, first in reached:
+                self.journal.losses.add(idx, loss, first=first)
+        if self.at_log_step and self._may_be_touched():
+            for idx, _ in reached:
+                self._note_made(idx, optimizers[idx])
+
+    def _note_made(self, idx: int, optimizer: Any) -> None:
+        params = _upstream.all_params(optimizer.param_groups)
+        grads = [p.grad for p in params if p.grad is not None]
+        self._made.pop(idx, None)
+        if grads:
+            # the plugin makes held gradients follow a scale that others move; stock leaves them
+            carried = 1.0 if self.native is None else self.scale
+            self._made[idx] = local_norm(grads) / carried
 
     def _as_returned(self, loss: Tensor) -> Tensor:
         return loss.detach().to(wide(loss.device)) * self._divisor()
@@ -209,7 +225,7 @@ class MonitoredRun:
         return self.trainer.accumulate_grad_batches if self.module.automatic_optimization else 1
 
     def _may_be_touched(self) -> bool:
-        if self.scaler is None or len(self.trainer.optimizers) != 1:
+        if self.scaler is None:
             return False
         guards = () if self.native is None else self.native.guards
         return not any(guard.name == "UnscaleGuard" for guard in guards)
@@ -240,7 +256,10 @@ class MonitoredRun:
         source: Any = self.audit if self.native is None else self.native.running()
         attempt = source.tallies[idx].attempted
         # one that evaluates its closure several times is looked at each time: the last look counts
-        look = GradientLook(grads, scale, carried, self._made, layers)
+        made = self._made.get(idx)
+        if made is not None and self.native is not None:
+            made = made * scale
+        look = GradientLook(grads, scale, carried, made, layers)
         self.looks_taken[idx, attempt] = look
 
     def _follow(self) -> None:
@@ -266,7 +285,9 @@ class MonitoredRun:
     def _suspect(self, outcome: StepOutcome) -> None:
         """Look for what made inf or NaN, where the plugin has nobody who does."""
         newest = self.journal.newest if self.journal.looks else None
-        self.suspicion.hear(outcome, None if newest is None else newest.loss, self.batch)
+        late = self.native is not None and self.native.telling_late
+        batch = None if late else self.batch
+        self.suspicion.hear(outcome, None if newest is None else newest.loss, batch)
 
     # ------------------------------------------------------------------ a log step
 
@@ -281,20 +302,16 @@ class MonitoredRun:
         clock = _token_clock(self.trainer)
         if clock is not None:
             self.speed.tokens(int(clock.seen))
-        looks, self.looks_taken, self._made = self.looks_taken, {}, None
+        looks, self.looks_taken, self._made = self.looks_taken, {}, {}
         rates, peaks = self.speed.rates(), memory(device)
         values, stats = self.aggregates.read(rates, peaks, list(looks.values()))
         if clock is None:
             del values["amp/tokens_per_s"]
         self.journal.complete(dict(zip(looks, stats, strict=True)))
-        self._keep_facts(values)
+        self.totals.see(values, self.speed.seconds)
+        rate, peak = self.totals.samples_per_s, self.totals.peak_mib
+        self.facts = replace(self.facts, samples_per_s=rate, peak_mib=peak)
         return {**self.metrics.values(StepTally.total(self.tallies), self.scale), **values}
-
-    def _keep_facts(self, values: Mapping[str, float]) -> None:
-        rate, peaks = values["amp/samples_per_s"], [v for k, v in values.items() if "mib" in k]
-        best = max(self.facts.samples_per_s or 0.0, 0.0 if math.isnan(rate) else rate)
-        peak = max([self.facts.peak_mib or 0.0, *peaks[:1]])
-        self.facts = replace(self.facts, samples_per_s=best or None, peak_mib=peak or None)
 
     def note_last(self, outputs: Any, batch: Any) -> None:
         """Look at loss and parameters of a log step's attempt where no ledger does it.
@@ -328,7 +345,7 @@ class MonitoredRun:
             lost_scaler: What the checkpoint lacked for the scaler.
         """
         fits = tallies_since(self.tallies, self.metrics.before)
-        leads = view.schedule_leads(self.trainer, self._schedules, fits)
+        leads = view.schedule_leads(self.trainer, self.schedules, fits)
         culprit = self.suspicion.culprit
         path = None if culprit is None or culprit.parameters else culprit.path
         weights = state = 0
@@ -361,6 +378,15 @@ class MonitoredRun:
     def watch(self, patience: int | None) -> SkipWatch:
         """Return a watch over this fit's skips."""
         return SkipWatch(patience, self.settings)
+
+
+def _reached(windows: GradientWindows) -> list[tuple[int, bool]]:
+    """Return the optimizers that the last pass has reached, each with whether its window is new."""
+    return [
+        (lane.idx, max(cell.micro_batches for cell in lane.cells) == 1)
+        for lane in windows.lanes
+        if any(cell in windows.reached for cell in lane.cells)
+    ]
 
 
 def _guilty_operator(culprit: Culprit) -> str | None:

@@ -122,6 +122,15 @@ class Aggregates:
         self.samples, self.tokens = make(SumMetric), make(SumMetric)
         self.memory: dict[str, Any] = {}
 
+    def largest_of_ranks(self, memory: dict[str, float]) -> dict[str, float]:
+        """Return the largest of all ranks by key. Host sync: one per value; a collective, too."""
+        largest = {}
+        for key, value in memory.items():
+            metric = self._make(MaxMetric)
+            metric.update(value)
+            largest[key] = float(metric.compute())
+        return largest
+
     def see(self, look: GradientLook) -> None:
         """Take an attempt's gradients into account. Host sync: none."""
         self.zero.update(look.counts[0])

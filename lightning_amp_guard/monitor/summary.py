@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import math
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.monitor import view
 from lightning_amp_guard.monitor.findings import Finding
 from lightning_amp_guard.monitor.metrics import tallies_since
 from lightning_amp_guard.monitor.run import MonitoredRun
@@ -29,31 +31,55 @@ _CAUSES = {
     SkipReason.PARTNER_SKIPPED: "partner skipped",
 }
 _SCHEDULES_SHOWN = 2
+_FINDINGS_SHOWN = 7
+_COLUMNS = 80
 
 
 @dataclass(frozen=True)
 class ScheduleEnd:
-    """Says where a step-interval schedule stands at the end of a fit.
+    """Says where a schedule stands at the end of a fit.
 
     Args:
         name: The scheduler's class name.
-        attempted: Attempts of its optimizer in this fit: the turns it was planned for.
+        attempted: Attempts of its optimizer in this fit.
         applied: Applied updates of its optimizer in this fit.
         gated: Whether it advanced with applied updates only.
+        frequency: Attempts from one turn to the next; 0 where the module steps it by hand.
+        turns: How often it advanced in this fit; `None` where it does not say.
     """
 
     name: str
     attempted: int
     applied: int
     gated: bool = True
+    frequency: int = 1
+    turns: int | None = None
 
     @property
     def sentence(self) -> str:
         """How far the schedule ends short, or runs ahead where nothing held it back."""
+        if self.frequency == 0:
+            return f"{_counted(self.turns or 0, 'turn')} in {_counted(self.attempted, 'attempt')}"
+        if self.frequency > 1:
+            return self._sentence_of_turns()
         gap, of = self.attempted - self.applied, f"{self.attempted} attempts"
         if self.gated:
             return f"ends {gap} short of {of}"
         return f"not gated: ran through {of}, {gap} ahead of the updates"
+
+    def _sentence_of_turns(self) -> str:
+        planned, due = self.attempted // self.frequency, self.applied // self.frequency
+        if self.gated:
+            made = due if self.turns is None else self.turns
+            return f"ends {max(planned - made, 0)} short of {_counted(planned, 'turn')}"
+        made = planned if self.turns is None else self.turns
+        return (
+            f"not gated: made {_counted(made, 'turn')}, {max(made - due, 0)} ahead of the updates"
+        )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 @dataclass(frozen=True)
@@ -66,7 +92,7 @@ class FitSummary:
         reasons: Skips of this fit by reason.
         expected: The share of skips that growth explains.
         scales: Lowest, highest and last scale; `None` where nothing scales.
-        schedules: The step-interval schedules.
+        schedules: The step-interval schedules, and those that the module steps by hand.
         findings: Codes of the findings.
         switched: The precision that the run has gone over to by `on_limit`, which has no scale.
     """
@@ -83,11 +109,10 @@ class FitSummary:
     def rows(self) -> list[tuple[str, str]]:
         """Return the lines as `(label, text)`, at most nine."""
         tally = self.tally
-        by_reason = ", ".join(f"{n} {_CAUSES[r]}" for r, n in _sorted_by_count(self.reasons))
         rows = [
             ("attempts", f"{tally.attempted}"),
             ("applied", f"{tally.applied}"),
-            ("skipped", f"{tally.skipped}" + (f" ({by_reason})" if by_reason else "")),
+            ("skipped", self._skipped()),
             ("skip share", f"{_share(tally)} (expected about {100 * self.expected:.2g} %)"),
         ]
         if self.scales is not None:
@@ -98,8 +123,21 @@ class FitSummary:
             rows.append(
                 ("whole run", f"{self.run.applied} applied of {self.run.attempted} attempts")
             )
-        found = ", ".join(self.findings)
-        return [*rows, *self._schedule_rows(), ("findings", found or "none")]
+        return [*rows, *self._schedule_rows(), ("findings", self._found() or "none")]
+
+    def _skipped(self) -> str:
+        by_reason = ", ".join(f"{n} {_CAUSES[r]}" for r, n in _sorted_by_count(self.reasons))
+        text = f"{self.tally.skipped}" + (f" ({by_reason})" if by_reason else "")
+        if len(text) > _COLUMNS - len("  skip share  "):
+            text = text.replace("non-finite ", "").replace(" skipped", "")
+        return text
+
+    def _found(self) -> str:
+        codes = list(self.findings)
+        if len(codes) > _FINDINGS_SHOWN:
+            hidden = len(codes) - _FINDINGS_SHOWN + 1
+            codes[_FINDINGS_SHOWN - 1 :] = [f"and {hidden} more"]
+        return ", ".join(codes)
 
     def _schedule_rows(self) -> list[tuple[str, str]]:
         rows = [(f"schedule {s.name}", s.sentence) for s in self.schedules]
@@ -124,8 +162,13 @@ def scale_text(scale: float) -> str:
 
 
 def as_text(rows: Sequence[tuple[str, str]]) -> str:
-    """Return the rows as aligned plain text under the title."""
+    """Return the rows as plain text under the title, aligned.
+
+    Where 80 columns do not hold that, long names of schedules stand out of the alignment.
+    """
     width = max(len(label) for label, _ in rows)
+    if any(width + 4 + len(text) > _COLUMNS for _, text in rows):
+        width = max(len(label) for label, _ in rows if not label.startswith("schedule "))
     return "\n".join([f"{_TITLE}:", *(f"  {label:<{width}}  {text}" for label, text in rows)])
 
 
@@ -175,18 +218,33 @@ def _schedule_ends(trainer: Any, run: MonitoredRun, fits: Sequence[StepTally]) -
     guards = () if run.native is None else run.native.guards
     gated = any(guard.name == "SchedulerGate" for guard in guards)
     owners = [_upstream.unwrap_optimizer(optimizer) for optimizer in trainer.optimizers]
-    return [
-        ScheduleEnd(type(config.scheduler).__name__, fit.attempted, fit.applied, gated)
-        for config in trainer.lr_scheduler_configs
-        for owner, fit in zip(owners, fits, strict=False)
-        if config.interval == "step"
-        and owner is _upstream.unwrap_optimizer(getattr(config.scheduler, "optimizer", None))
-    ]
+    by_hand = not run.module.automatic_optimization
+    ends = []
+    configs, now = trainer.lr_scheduler_configs, view.positions(trainer)
+    for config, start, end in zip(configs, run.schedules, now, strict=False):
+        turns = None if start is None or end is None else end - start
+        # by hand Lightning says "epoch" of every schedule
+        if not (bool(turns) if by_hand else config.interval == "step"):
+            continue
+        optimizer = _upstream.unwrap_optimizer(getattr(config.scheduler, "optimizer", None))
+        name, frequency = type(config.scheduler).__name__, 0 if by_hand else config.frequency
+        ends += [
+            ScheduleEnd(name, fit.attempted, fit.applied, gated, frequency, turns)
+            for owner, fit in zip(owners, fits, strict=False)
+            if owner is optimizer
+        ]
+    return ends
 
 
 def show(summary: FitSummary) -> None:
-    """Print the summary on rank 0, at most twelve lines."""
-    rows = summary.rows()
+    """Print the summary on rank 0, at most twelve lines of 80 columns."""
+    rank_zero_info(_as_shown(summary.rows()))
+
+
+def _as_shown(rows: Sequence[tuple[str, str]]) -> str:
     # Lightning's log lines go to standard error
-    table = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
-    rank_zero_info((as_table if table else as_text)(rows))
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        table = as_table(rows)
+        if max(map(len, table.splitlines())) <= shutil.get_terminal_size().columns:
+            return table
+    return as_text(rows)

@@ -101,7 +101,7 @@ class Suspicion:
         if outcome.reason is SkipReason.PARTNER_SKIPPED:
             return
         located = self.locator is not None and not outcome.applied
-        known = self.locator.bad_batch if located else None
+        known = (self.locator.bad_batch or None) if located else None  # by hand it has no batch
         bad_loss = outcome.reason is SkipReason.NONFINITE_LOSS or _is_bad(loss)
         if bad_loss:
             self._look_into(batch, outcome.optimizer_idx, outcome.attempt, known)

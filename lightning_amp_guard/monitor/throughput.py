@@ -7,14 +7,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Throughput", "memory", "samples_in"]
+__all__ = ["FitTotals", "Throughput", "lifetime_peaks", "memory", "samples_in"]
 
 _MIB = 2.0**20
 
@@ -43,6 +44,7 @@ class Throughput:
         self._samples = self._seen = 0
         self.warming_up = True
         self._tokens = self._tokens_now = 0
+        self.seconds = 0.0  # that the last call of `rates` was about
 
     def batch(self, samples: int) -> None:
         """Count a batch at its beginning. Host sync: none."""
@@ -64,6 +66,7 @@ class Throughput:
 
         The caller has waited for the device.
         """
+        self.seconds = 0.0
         if self._since is None:
             return math.nan, math.nan
         now, tokens = self.clock(), self._tokens_now
@@ -72,6 +75,7 @@ class Throughput:
             return math.nan, math.nan
         rates = self._samples / seconds, (tokens - self._tokens) / seconds
         self._since, self._samples, self._tokens = now, 0, tokens
+        self.seconds = seconds
         return rates
 
     def pause(self) -> None:
@@ -85,15 +89,69 @@ class Throughput:
         self._paused = None
 
 
+class FitTotals:
+    """Sums up a fit's speed and memory from the values of its log steps.
+
+    Args:
+        before: `lifetime_peaks` when the fit began. Until a fit exceeds what came before it, its own
+            peak is not known.
+
+    Example:
+        >>> totals = FitTotals({"amp/peak_allocated_mib": 500.0})
+        >>> totals.see({"amp/samples_per_s": 8.0, "amp/peak_allocated_mib": 500.0}, seconds=3.0)
+        >>> totals.see({"amp/samples_per_s": 4.0, "amp/peak_allocated_mib": 500.0}, seconds=1.0)
+        >>> totals.samples_per_s, totals.peak_mib
+        (7.0, None)
+    """
+
+    def __init__(self, before: Mapping[str, float]) -> None:
+        self._before = before.get("amp/peak_allocated_mib", 0.0)
+        self._samples = self._seconds = 0.0
+        self.peak_mib: float | None = None
+
+    def see(self, values: Mapping[str, float], seconds: float) -> None:
+        """Take a log step's values into account. Host sync: none.
+
+        Args:
+            values: By metric key, rates summed over ranks.
+            seconds: What the rates are about.
+        """
+        rate = values["amp/samples_per_s"]
+        if seconds > 0.0 and math.isfinite(rate):
+            self._samples += rate * seconds
+            self._seconds += seconds
+        mib = values.get("amp/peak_allocated_mib", values.get("amp/process_rss_mib", 0.0))
+        if mib > max(self._before, self.peak_mib or 0.0):
+            self.peak_mib = mib
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples over seconds of all log intervals together; `None` where nothing is known."""
+        return self._samples / self._seconds if self._samples else None
+
+
 def samples_in(batch: Any) -> int:
     """Return the size of the first dimension of the first tensor found in a batch; 1 if none."""
-    while not isinstance(batch, Tensor):
-        if isinstance(batch, Mapping):
-            batch = list(batch.values())
-        if not isinstance(batch, (list, tuple)) or not batch:
-            return 1
-        batch = batch[0]
-    return batch.shape[0] if batch.ndim else 1
+    first = batch[0] if type(batch) is list and batch else batch  # what most loaders make
+    if not isinstance(first, Tensor) or not first.ndim:
+        first = next(_tensors(batch), None)
+    return first.shape[0] if first is not None else 1
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch that have a first dimension, in their order."""
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            yield batch
+        return
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        batch = vars(batch).values()
+    elif not isinstance(batch, (list, tuple)):
+        return
+    for part in batch:
+        yield from _tensors(part)
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -107,6 +165,14 @@ def memory(device: torch.device) -> dict[str, float]:
             "amp/peak_reserved_mib": torch.cuda.max_memory_reserved(device) / _MIB,
         }
     return {"amp/process_rss_mib": _rss()} if device.type == "cpu" else {}
+
+
+def lifetime_peaks(device: torch.device) -> dict[str, float]:
+    """Return of `memory` what never falls, so that something before a fit may have made it.
+
+    Host sync: none.
+    """
+    return memory(device) if device.type == "cuda" else {}
 
 
 def _rss() -> float:

@@ -362,7 +362,7 @@ def test_dict_is_flat():
         "batch['x'] nan": 1,
         "batch['x'] first": 1,
         "batch['x'] dtype": "float32",
-        "batch['x'] shape": (3, 2),
+        "batch['x'] shape": "3x2",
     }
 
 

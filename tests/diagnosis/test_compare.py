@@ -687,9 +687,10 @@ def test_report_is_frozen_and_its_dict_flat():
         report.output = ""
     flat = json.loads(json.dumps(report.to_dict()))
     assert flat["healthy"] is True
-    assert [rung["name"] for rung in flat["rungs"]] == NAMES
-    assert flat["layers"][0]["16-mixed/ratio"] == pytest.approx(1.0, rel=0.01)
-    assert not any(isinstance(value, dict) for value in flat["layers"][0].values())
+    assert [key.removesuffix("/scale") for key in flat if key.endswith("/scale")] == NAMES
+    assert flat["32-true/losses/1"] == report.rung("32-true").losses[1]
+    assert flat["0/16-mixed/ratio"] == pytest.approx(1.0, rel=0.01)
+    assert (flat["0/kind"], flat["1/kind"]) == ("Linear", "ReLU")
 
 
 def test_text_fits_a_terminal():

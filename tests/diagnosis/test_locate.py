@@ -470,6 +470,12 @@ def test_bad_scale_is_refused(scale):
         culprit(torch.tanh, scale=scale)
 
 
+@pytest.mark.parametrize("scale", ["a", None, True])
+def test_scale_that_is_no_number_is_refused_by_name(scale):
+    with pytest.raises(TypeError, match=f"`scale={scale!r}`: expected a number"):
+        culprit(torch.tanh, scale=scale)
+
+
 def test_unknown_precision_is_refused_with_the_legal_ones():
     with pytest.raises(ValueError, match="'16-mixed', 'bf16-mixed', '32-true'"):
         culprit(torch.tanh, precision="16")

@@ -258,6 +258,56 @@ def test_skip_limit_error_holds_the_finding_of_the_last_watched_step(direction):
     assert hooks_on(model) == 0
 
 
+class Rooted(Line):
+    """No gradient is finite, as the root of 0 has an infinite slope: no scale mends that."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = Root() if inside else None
+
+    def loss(self, batch):
+        zero = self.lin(batch[0]).float() * 0
+        return (zero.sqrt() if self.inside is None else self.inside(zero)).sum()
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return x.sqrt()
+
+
+@pytest.mark.filterwarnings("ignore:`NonFiniteLocator`")
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("inside", "ending"),
+    [
+        (
+            False,
+            "root of zero, or exceeds 65504 in float16. Compute it in float32: `loss_fn(x.float())`",
+        ),
+        (True, 'an `eps` of its own. Run it in float32: `SafeAMP(fp32_modules=["inside"])`'),
+    ],
+)
+def test_error_of_what_no_scale_mends_ends_in_the_culprits_own_remedy(precision, inside, ending):
+    plugin = SafeAMP(precision, max_consecutive_skips=3)
+    with pytest.raises(SkipLimitError) as caught:
+        fit(Rooted(inside), plugin, 4)
+    message = str(caught.value).removesuffix(".")
+    assert "made inf of a finite gradient" in message
+    assert message.endswith(ending)
+    assert message.count("Expected") == 1
+    for unsaid in ("backed off", 'precision="bf16-mixed"', "name.of.module"):
+        assert unsaid not in message
+
+
+@pytest.mark.filterwarnings("ignore:`NonFiniteLocator`")
+def test_error_of_a_possible_overflow_still_waits_for_the_scale():
+    plugin = SafeAMP(init_scale=2.0**16, max_consecutive_skips=3)
+    with pytest.raises(SkipLimitError, match="once the scale has backed off") as caught:
+        make_trainer(plugin).fit(gradient_of(4096.0), fit_data(4))
+    assert "`NonFiniteLocator`: the step of Steep" in str(caught.value)
+    assert str(caught.value).endswith('`SafeAMP(fp32_modules=["name.of.module"])`')
+
+
 def test_error_at_the_first_skip_has_nothing_to_add():
     plugin = SafeAMP(init_scale=64.0, max_consecutive_skips=1)
     with pytest.raises(SkipLimitError) as caught:

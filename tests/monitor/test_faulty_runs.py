@@ -104,6 +104,68 @@ def test_clip_of_scaled_gradients_is_told_in_accumulation_and_with_fused_optimiz
     says(told.only("AMP101"), "attempt 3", "the norm was 0.5", "got 0.0004883")
 
 
+class Pair(L.LightningModule):
+    """Two weights of 4 with an optimizer each; `clipped` names whose scaled gradients are cut."""
+
+    def __init__(self, clipped: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.nets = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(2))
+        self.clipped = clipped
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for idx, (optimizer, net) in enumerate(zip(self.optimizers(), self.nets, strict=True)):
+            optimizer.zero_grad()
+            self.manual_backward(net(batch[0]).float().mean())
+            if idx in self.clipped:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.5) for net in self.nets]
+
+
+@BY_LOG_STEPS_OR_LEDGER
+@pytest.mark.parametrize("condition", CLIPPING)
+@pytest.mark.parametrize("clipped", [0, 1])
+def test_clip_of_scaled_gradients_is_told_of_the_optimizer_among_two(
+    tmp_path, condition, clipped, ledger
+):
+    monitor = watching(tmp_path, ledger)
+    told = monitored(
+        Pair((clipped,)), 4, monitor=monitor, log_every_n_steps=4, **CLIPPING[condition]()
+    )
+    finding = told.only("AMP101")
+    says(finding, f"of optimizer {clipped} the norm was 0.5 while", "0.0244 %", "(1 log steps")
+
+
+class StepsTogether(Pair):
+    """Both backward passes come before both steps: the first step moves the scale of the second."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        for net in self.nets:
+            self.manual_backward(net(batch[0]).float().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Pair, StepsTogether])
+@pytest.mark.parametrize("condition", CLIPPING)
+def test_gradients_of_two_optimizers_that_nobody_touched_kept_all_of_their_norm(
+    tmp_path, condition, kind
+):
+    arguments = CLIPPING[condition]()
+    if condition != "stock":
+        # a growth at each applied update, so that the scale moves under the held gradients
+        arguments["plugin"] = SafeAMP(init_scale=1024.0, growth_interval=1)
+    path = tmp_path / "ledger.jsonl"
+    monitored(kind(), 3, monitor=AmpMonitor(ledger=path), log_every_n_steps=1, **arguments)
+    kept = [(row.optimizer, row.stats.kept) for row in read_run(path).rows]
+    assert kept == [(0, 1.0), (1, 1.0)] * 3
+
+
 # ---------------------------------------------------------------------- AMP102
 
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 from lightning_amp_guard import AmpGuardWarning, SafeAMP
-from lightning_amp_guard.monitor import AmpMonitor
+from lightning_amp_guard.monitor import AmpMonitor, run
 from lightning_amp_guard.monitor.ledger_file import COLUMNS, LedgerError, read_facts, read_ledger
 from tests.helpers import (
     BAD,
@@ -210,6 +210,23 @@ def test_facts_of_the_run_are_beside_it(path):
     assert facts.growth_interval == 1000
     assert facts.samples_per_s > 0
     assert facts.peak_mib > 50
+
+
+def test_facts_leave_out_a_peak_from_before_the_fit(path, monkeypatch):
+    # a device's allocator as a stand-in: 500 MiB at the start, then two log steps below and above
+    key, peaks = "amp/peak_allocated_mib", [500.0, 500.0, 620.0]
+    monkeypatch.setattr(run, "lifetime_peaks", lambda device: {key: peaks.pop(0)})
+    monkeypatch.setattr(run, "memory", lambda device: {key: peaks.pop(0)})
+    told = []
+
+    class Reader(L.Callback):
+        def on_train_batch_end(self, *args):
+            told.append(read_facts(path).peak_mib)
+
+    callbacks = [AmpMonitor(ledger=path), Reader()]
+    fit(Line(), safe(), 2, callbacks=callbacks, log_every_n_steps=1)
+    assert told == [None, 620.0]
+    assert peaks == []
 
 
 def test_facts_that_cannot_be_written_end_no_run(path):

@@ -648,6 +648,45 @@ def test_the_summary_comes_in_manual_optimization_too(said):
     assert sum("skipped     1 (1 non-finite gradients)" in line for line in said) == 1
 
 
+@pytest.mark.parametrize(
+    ("gate", "line"),
+    [
+        (True, "ends 1 short of 4 turns"),
+        (False, "not gated: made 4 turns, 1 ahead of the updates"),
+    ],
+)
+def test_the_summary_counts_the_turns_of_a_schedule_with_a_frequency(said, gate, line):
+    # turns are planned at the batches 2, 4, 6 and 8; no update was applied before the first
+    model = Line([BAD, BAD], make_scheduler=warm_up, frequency=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        warnings.filterwarnings("ignore", "AMP10")
+        fit(model, safe(), 8, callbacks=[AmpMonitor(), SchedulerGate(enabled=gate)])
+    (text,) = [line for line in said if "Mixed precision" in line]
+    assert f"  schedule LinearLR  {line}" in text.splitlines()
+
+
+class StepsSchedule(ManualLine):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        if self.calls:
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [warm_up(optimizer)]
+
+
+@pytest.mark.parametrize(("calls", "line"), [(True, "4 turns in 5 attempts"), (False, "")])
+def test_the_summary_counts_the_turns_that_the_module_takes_by_hand(said, calls, line):
+    model = StepsSchedule([GOOD, BAD])
+    model.calls = calls
+    fit(model, safe(), 5, callbacks=[AmpMonitor()])
+    (text,) = [line for line in said if "Mixed precision" in line]
+    shown = [text for text in text.splitlines() if "schedule" in text]
+    assert shown == ([f"  schedule LinearLR  {line}"] if line else [])
+
+
 # ---------------------------------------------------------------------- cost
 
 

@@ -2,6 +2,7 @@
 """The text at the end of a fit."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
@@ -80,9 +81,41 @@ def test_a_schedule_that_nothing_held_back_is_ahead():
     assert end.sentence == "not gated: ran through 40 attempts, 4 ahead of the updates"
 
 
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        # 40 attempts, 36 applied, a turn at every fourth: ten were planned, nine are due
+        (ScheduleEnd("S", 40, 36, True, 4, 8), "ends 2 short of 10 turns"),
+        (ScheduleEnd("S", 40, 36, True, 4, None), "ends 1 short of 10 turns"),
+        (ScheduleEnd("S", 40, 36, True, 4, 11), "ends 0 short of 10 turns"),
+        (ScheduleEnd("S", 7, 7, True, 4, 1), "ends 0 short of 1 turn"),
+        (ScheduleEnd("S", 3, 3, True, 4, 0), "ends 0 short of 0 turns"),
+        (
+            ScheduleEnd("S", 40, 36, False, 4, 10),
+            "not gated: made 10 turns, 1 ahead of the updates",
+        ),
+        (ScheduleEnd("S", 40, 36, False, 4, 8), "not gated: made 8 turns, 0 ahead of the updates"),
+        (ScheduleEnd("S", 40, 36, False, 4), "not gated: made 10 turns, 1 ahead of the updates"),
+        (ScheduleEnd("S", 20, 18, True, 0, 18), "18 turns in 20 attempts"),
+        (ScheduleEnd("S", 1, 1, False, 0, 1), "1 turn in 1 attempt"),
+    ],
+)
+def test_a_schedule_of_rare_turns_or_stepped_by_hand_is_told_in_turns(end, sentence):
+    assert end.sentence == sentence
+
+
 def test_findings_are_the_last_line_by_code():
     found = summary(findings=["AMP103", "AMP108"])
     assert found.rows()[-1] == ("findings", "AMP103, AMP108")
+
+
+@pytest.mark.parametrize(
+    ("count", "end"), [(7, "AMP106, AMP107"), (8, "AMP105, AMP106, and 2 more")]
+)
+def test_findings_that_no_line_holds_are_counted(count, end):
+    found = summary(findings=[f"AMP{101 + i}" for i in range(count)])
+    assert found.rows()[-1][1].endswith(end)
+    assert found.rows()[-1][1].startswith("AMP101, AMP102, ")
 
 
 def test_schedules_beyond_two_lines_are_counted():
@@ -111,13 +144,31 @@ def longest():
     )
 
 
-@pytest.mark.parametrize("render", [as_text, as_table])
-def test_the_longest_summary_has_at_most_twelve_lines(render):
-    if render is as_table:
-        pytest.importorskip("rich")
-    lines = render(longest().rows()).splitlines()
+def test_reasons_that_no_line_holds_are_said_in_short():
+    # 66 columns are left beside the label
+    for count, text in (
+        (10, "30 (10 non-finite loss, 10 non-finite gradients, 10 partner skipped)"),
+        (9, "30 (9 non-finite loss, 9 non-finite gradients, 9 partner skipped)"),
+    ):
+        told = summary(tally=StepTally(40, 10, 30, 0), reasons=dict.fromkeys(SkipReason, count))
+        assert len(text) in (65, 68)
+        short = f"30 ({count} loss, {count} gradients, {count} partner)"
+        assert ("skipped", short if count == 10 else text) in told.rows()
+
+
+@pytest.mark.parametrize("schedules", [2, 9])
+def test_the_longest_summary_takes_at_most_twelve_lines_of_80_columns(schedules):
+    told = longest()
+    lines = as_text(replace(told, schedules=told.schedules[:schedules]).rows()).splitlines()
+    assert sum(-(-len(line) // 80) for line in lines) <= 12  # as a terminal breaks them
+    assert lines[-1] == ("  findings    AMP101, AMP102, AMP103, AMP104, AMP105, AMP106, and 7 more")
+
+
+def test_the_table_of_the_longest_summary_has_at_most_twelve_lines():
+    pytest.importorskip("rich")
+    lines = as_table(longest().rows()).splitlines()
     assert len(lines) <= 12
-    assert "AMP113" in lines[-2 if render is as_table else -1]
+    assert "AMP106, and 7 more" in lines[-2]
 
 
 @pytest.fixture
@@ -149,6 +200,7 @@ def test_a_terminal_without_rich_gets_plain_text(printed, monkeypatch):
 @pytest.mark.parametrize(("encoding", "corner"), [("utf-8", "╭"), ("latin-1", "+"), (None, "+")])
 def test_a_terminal_gets_a_table_it_can_show(printed, monkeypatch, encoding, corner):
     pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stderr", Terminal(encoding=encoding))
     show(summary())
     (table,) = printed
@@ -156,3 +208,13 @@ def test_a_terminal_gets_a_table_it_can_show(printed, monkeypatch, encoding, cor
     assert "\x1b" not in table  # no colours: the line may end in a log file
     for label, text in summary().rows():
         assert any(label in line and text in line for line in table.splitlines())
+
+
+def test_a_terminal_narrower_than_the_table_gets_plain_text(printed, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stderr", Terminal())
+    widest = max(map(len, as_table(summary().rows()).splitlines()))
+    for columns in (widest, widest - 1):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show(summary())
+    assert printed == [as_table(summary().rows()), FULL]

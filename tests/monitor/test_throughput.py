@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from lightning_amp_guard.monitor import throughput
-from lightning_amp_guard.monitor.throughput import Throughput, memory, samples_in
+from lightning_amp_guard.monitor.throughput import (
+    FitTotals,
+    Throughput,
+    lifetime_peaks,
+    memory,
+    samples_in,
+)
 
 
 class Clock:
@@ -72,6 +78,59 @@ def test_validation_before_the_warm_up_is_over_disturbs_nothing(clock):
     speed.batch(6)
     clock.now += 2.0
     assert speed.rates()[0] == 3.0
+
+
+def test_the_seconds_of_a_rate_are_those_without_validation(clock):
+    speed = Throughput(warm_up=0, clock=clock)
+    speed.rates()
+    assert speed.seconds == 0.0
+    speed.batch(10)
+    clock.now += 3.0
+    speed.pause()
+    clock.now += 1000.0
+    speed.go_on()
+    clock.now += 2.0
+    speed.rates()
+    assert speed.seconds == 5.0
+    speed.rates()  # no time has passed
+    assert speed.seconds == 0.0
+
+
+ALLOCATED = "amp/peak_allocated_mib"
+
+
+def test_a_fits_speed_is_all_samples_over_all_seconds():
+    totals = FitTotals({})
+    assert totals.samples_per_s is None
+    for rate, seconds in ((math.nan, 0.0), (100.0, 1.0), (20.0, 3.0), (math.nan, 0.0)):
+        totals.see({"amp/samples_per_s": rate}, seconds)
+    assert totals.samples_per_s == 40.0  # 100 and 60 in four seconds; not the fastest's 100
+
+
+def test_a_peak_from_before_the_fit_is_none_of_the_fits():
+    totals = FitTotals({ALLOCATED: 500.0, "amp/peak_reserved_mib": 600.0})
+    told = []
+    for peak in (500.0, 500.0, 501.0, 700.0):
+        totals.see({"amp/samples_per_s": 1.0, ALLOCATED: peak, "amp/peak_reserved_mib": 800.0}, 1.0)
+        told.append(totals.peak_mib)
+    assert told == [None, None, 501.0, 700.0]
+
+
+def test_only_the_allocators_peaks_outlive_what_made_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**20)
+    peaks = {ALLOCATED: 3.0, "amp/peak_reserved_mib": 5.0}
+    assert lifetime_peaks(torch.device("cuda")) == peaks
+    assert lifetime_peaks(torch.device("cpu")) == {}
+
+
+def test_resident_memory_of_the_fit_is_its_largest_whatever_came_before():
+    totals = FitTotals({"amp/process_rss_mib": 900.0})
+    told = []
+    for mib in (math.nan, 300.0, 200.0):
+        totals.see({"amp/samples_per_s": 1.0, "amp/process_rss_mib": mib}, 1.0)
+        told.append(totals.peak_mib)
+    assert told == [None, 300.0, 300.0]
 
 
 def test_no_time_has_no_rate(clock):
