@@ -82,6 +82,19 @@ class Configuration:
     def _prepare(self) -> None:
         """Make ready for the first run; the life cycle's business."""
 
+    @property
+    def state_key(self) -> str:
+        """Refuse to be taken for a callback, which Lightning asks for this name first.
+
+        Raises:
+            MisconfigurationException: Always.
+        """
+        name = self._name()
+        raise self.fail(
+            f"`Trainer(callbacks=[{name}()])`: `{name}` is a precision plugin, not a callback."
+            f" Expected it among the plugins. Write `Trainer(plugins=[{name}()])`."
+        )
+
     def _name(self) -> str:
         return type(self).__name__
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_amp_guard import SafeAMP, SafeFSDP
@@ -76,3 +77,10 @@ def test_device_other_than_the_trainers_is_refused():
 def test_device_that_torch_does_not_know_is_named(device):
     with pytest.raises(ValueError, match=r"SafeAMP\(device="):
         SafeAMP(device=device)
+
+
+@pytest.mark.parametrize("kind", [SafeAMP, SafeFSDP])
+def test_plugin_among_the_callbacks_is_refused_with_the_line_to_write(kind):
+    with pytest.raises(MisconfigurationException, match=r"Trainer\(plugins=\[") as error:
+        Trainer(callbacks=[kind()], accelerator="cpu", logger=False)
+    assert f"`Trainer(callbacks=[{kind.__name__}()])`" in str(error.value)
