@@ -127,7 +127,6 @@ UNREACHED = {
     *("module.on_load_checkpoint", "callback.on_load_checkpoint", "callback.load_state_dict"),
     *("module.load_state_dict", "module.train_dataloader", "module.val_dataloader"),
     *("callback.on_sanity_check_start", "callback.on_sanity_check_end", "callback.on_exception"),
-    *("module.configure_sharded_model",),
 }
 
 
