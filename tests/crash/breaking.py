@@ -196,8 +196,8 @@ def differences(parts: Parts, whole: dict[str, Any], *, from_batch: int = 0) -> 
     ignored = set()
     if parts.setup.average == "swa":
         # Lightning itself restores neither SWA's schedule nor, within its last epoch, its average,
-        # which the weights are replaced by at the very end; batch by batch the trail is compared
-        ignored = {"schedules", "samples"} | ({"weights"} if from_batch >= BATCHES else set())
+        # which replaces the weights at the very end; batch by batch the trail is compared
+        ignored = {"schedules", "samples", "weights"}
     if from_batch == BATCHES * EPOCHS or parts.setup.average == "swa":
         # nothing is left to do, and Lightning does not repeat the epoch's end
         end["plugin"] = {**end["plugin"], "gates": whole["plugin"]["gates"]}
