@@ -172,10 +172,14 @@ class AttemptEngine:
     def _unscale_lane(self, lane: Lane) -> None:
         if lane.stage is Stage.UNSCALED:
             return
+        self._verify_lane(lane)
+        self.windows.unscale_(lane)
+
+    def _verify_lane(self, lane: Lane) -> None:
+        """Let the verifier object to gradients that were touched while they carried the scale."""
         self._settle(verify=False)
         for cell in lane.cells:
             self._verify(cell)
-        self.windows.unscale_(lane)
 
     def attempt(
         self,
@@ -250,9 +254,7 @@ class AttemptEngine:
         if not alone or not self.checking or self.adjusters or self._next_skip_raises(lane):
             return None
         self.windows.refresh()
-        self._settle(verify=False)
-        for cell in lane.cells:
-            self._verify(cell)
+        self._verify_lane(lane)
         return clip_and_step(lane, self.windows, clip, kwargs)
 
     def _may_wait(self, lane: Lane) -> bool:
@@ -307,9 +309,7 @@ class AttemptEngine:
                 cell.mark()
         if reason is None:
             self.movement.applied()
-        elif reason is SkipReason.NONFINITE_GRADIENTS or (
-            reason is SkipReason.NONFINITE_LOSS and self.settings.backoff_on_nonfinite_loss
-        ):
+        elif self.settings.backs_off(reason):
             self.movement.overflowed(answered=answered)
         outcome = StepOutcome(
             lane.idx,

@@ -148,6 +148,6 @@ class LateAttempts:
     def _move_host(self, reason: SkipReason | None) -> None:
         if reason is None:
             self.scaler.policy.clean_batch()
-        elif reason is SkipReason.NONFINITE_GRADIENTS or self.settings.backoff_on_nonfinite_loss:
+        elif self.settings.backs_off(reason):
             self.windows.overflows += 1
             self.scaler.policy.overflow()

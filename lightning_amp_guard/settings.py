@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lightning_amp_guard.outcome import SkipReason
+
 __all__ = ["LARGEST_SCALE", "SMALLEST_SCALE", "AmpSettings", "ScaleSettings", "refuse"]
 
 # Within these the scale and its reciprocal are finite float32 numbers, and not 0.
@@ -150,6 +152,12 @@ class AmpSettings:
     fp32_modules: tuple[str, ...] = ()
     weight_cache: bool = False
     sync_found_inf: Literal["auto"] | bool = "auto"
+
+    def backs_off(self, reason: SkipReason | None) -> bool:
+        """Return whether a skip for `reason` is the scale's to answer."""
+        return reason is SkipReason.NONFINITE_GRADIENTS or (
+            reason is SkipReason.NONFINITE_LOSS and self.backoff_on_nonfinite_loss
+        )
 
     def checked(self, owner: str, precisions: Sequence[str]) -> AmpSettings:
         """Return the settings with every value checked; errors name `owner` and the argument."""

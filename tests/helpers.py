@@ -118,6 +118,19 @@ class WantsNorm:
         """Look at nothing."""
 
 
+def identical(one: Any, other: Any) -> bool:
+    """Whether two nests of tensors and plain values are equal bit for bit, types included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(identical, one, other))
+    return one == other
+
+
 def batches(n: int, width: int = 4, size: int = 4) -> DataLoader[Any]:
     """Return a loader of `n` batches of ones."""
     return DataLoader(TensorDataset(torch.ones(n * size, width)), batch_size=size)

@@ -32,8 +32,8 @@ class DtypeRow:
 
 
 @dataclass(frozen=True)
-class MissedMatmul:
-    """A matrix product that ran in float32 or wider although autocast was asked for.
+class PlacedOp:
+    """An operator as one line of the user's calls it.
 
     Args:
         op: The operator with its overload, as `aten::mm.out`.
@@ -42,7 +42,6 @@ class MissedMatmul:
         share: Of the time in all operators, 0 to 1.
         source: The user's line, `file.py:12`.
         module: The innermost module's name; `None` outside of any.
-        reason: Why autocast left it alone, and what to write.
     """
 
     op: str
@@ -51,38 +50,40 @@ class MissedMatmul:
     share: float
     source: str
     module: str | None
-    reason: str
 
-    def __str__(self) -> str:
+    def told(self, remark: str) -> str:
+        """Return a sentence that says where it ran in what, and ends in `remark`."""
         where = f"{self.source} in {self.module!r}" if self.module else self.source
-        return f"{where}: `{self.op}` ran in {self.dtype}; {self.reason}."
+        return f"{where}: `{self.op}` ran in {self.dtype}; {remark}."
 
 
 @dataclass(frozen=True)
-class RulelessOp:
+class MissedMatmul(PlacedOp):
+    """A matrix product that ran in float32 or wider although autocast was asked for.
+
+    Args:
+        reason: Why autocast left it alone, and what to write; the others are `PlacedOp`'s.
+    """
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.told(self.reason)
+
+
+@dataclass(frozen=True)
+class RulelessOp(PlacedOp):
     """An operator that got low precision without a rule of autocast's: it runs in what it gets.
 
     Args:
-        op: The operator with its overload.
-        dtype: What it computed in.
-        calls: How often that line called it.
-        share: Of the time in all operators, 0 to 1.
-        source: The user's line, `file.py:12`.
-        module: The innermost module's name; `None` outside of any.
-        note: Why that matters; empty where low precision does no harm (`relu`, `add`).
+        note: Why that matters; empty where low precision does no harm (`relu`, `add`). The others
+            are `PlacedOp`'s.
     """
 
-    op: str
-    dtype: str
-    calls: int
-    share: float
-    source: str
-    module: str | None
     note: str
 
     def __str__(self) -> str:
-        where = f"{self.source} in {self.module!r}" if self.module else self.source
-        return f"{where}: `{self.op}` ran in {self.dtype}; {self.note or 'harmless'}."
+        return self.told(self.note or "harmless")
 
 
 @dataclass(frozen=True)

@@ -161,35 +161,22 @@ def _report(log: CallLog, seconds: Sequence[float], precision: str) -> DtypeRepo
 
 
 def _missed(log: CallLog, share: Callable[[Sequence[Call]], float]) -> tuple[MissedMatmul, ...]:
-    groups = _grouped([c for c in log.calls if is_missed(c)], _by_place)
-    return tuple(
-        MissedMatmul(
-            c[0].op,
-            c[0].dtype,
-            len(c),
-            share(c),
-            c[0].place.source,
-            c[0].place.module,
-            reason_of(c[0], log.device),
-        )
-        for c in groups.values()
-    )
+    found = _grouped([c for c in log.calls if is_missed(c)], _by_place).values()
+    return tuple(MissedMatmul(*_placed(c, share), reason_of(c[0], log.device)) for c in found)
 
 
 def _ruleless(log: CallLog, share: Callable[[Sequence[Call]], float]) -> tuple[RulelessOp, ...]:
-    groups = _grouped([c for c in log.calls if is_ruleless(c, log.device)], _by_place)
-    return tuple(
-        RulelessOp(
-            c[0].op,
-            c[0].dtype,
-            len(c),
-            share(c),
-            c[0].place.source,
-            c[0].place.module,
-            note_of(c[0], log.device),
-        )
-        for c in groups.values()
-    )
+    calls = [c for c in log.calls if is_ruleless(c, log.device)]
+    found = _grouped(calls, _by_place).values()
+    return tuple(RulelessOp(*_placed(c, share), note_of(c[0], log.device)) for c in found)
+
+
+def _placed(
+    calls: Sequence[Call], share: Callable[[Sequence[Call]], float]
+) -> tuple[str, str, int, float, str, str | None]:
+    """Return what a `PlacedOp` says of the calls of one operator from one line."""
+    first, place = calls[0], calls[0].place
+    return first.op, first.dtype, len(calls), share(calls), place.source, place.module
 
 
 def _plain_functions(log: CallLog) -> tuple[PlainFunction, ...]:

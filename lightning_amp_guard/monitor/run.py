@@ -157,7 +157,6 @@ class MonitoredRun:
         if self.journal.looks:
             state["losses"] = self.journal.losses.state()
         if (writer := self.journal.writer) is not None:
-            self.journal.complete()
             state["ledger"] = [str(writer.path), writer.lines, writer.digest]
             if writer.ended:
                 state["ledger_ended"] = True

@@ -25,6 +25,7 @@ from lightning_amp_guard import SafeAMP, _upstream
 from lightning_amp_guard.monitor.ledger_file import read_ledger
 from lightning_amp_guard.monitor.ledger_writer import LedgerWriter
 from tests.crash.runs import BATCHES, EPOCHS, Learner, Parts, Setup, build, final, fit
+from tests.helpers import identical
 
 __all__ = [
     "Bomb",
@@ -175,19 +176,6 @@ def built(setup: Setup, folder: Path, place: Break, bomb: Bomb, seed: int = 1) -
 
 
 # ---------------------------------------------------------------------- what must be true
-
-
-def identical(one: Any, other: Any) -> bool:
-    """Whether two nests of tensors and plain values are equal bit for bit, types included."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(identical(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(identical, one, other))
-    return one == other
 
 
 def differences(parts: Parts, whole: dict[str, Any], *, from_batch: int = 0) -> list[str]:

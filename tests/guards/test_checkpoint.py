@@ -35,6 +35,7 @@ from tests.helpers import (
     PlantedOverflow,
     batches,
     fit,
+    identical,
     make_trainer,
     stock_plugin,
 )
@@ -50,19 +51,6 @@ def plugin(**kwargs):
 
 def dump(trainer):
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-
-
-def identical(one: Any, other: Any) -> bool:
-    """Whether two nests of tensors and plain values are equal bit for bit, types included."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(identical(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(identical, one, other))
-    return one == other
 
 
 @pytest.fixture
