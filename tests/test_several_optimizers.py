@@ -521,48 +521,34 @@ def test_overflow_once_zeroed_is_forgotten():
 # ---------------------------------------------------------------------- growth looks ahead
 
 
-def test_huge_finite_held_gradient_is_not_pushed_to_inf():
-    """b holds 2**121 * 64 = 2**127, which twice would be inf: the scale waits for b's step."""
-
+@pytest.mark.parametrize(
+    ("exponent", "scales"),
+    [
+        # b holds 2**121 * 64 = 2**127, which twice would be inf: the scale waits for b's step
+        (121, [64.0, 64.0, 64.0, 128.0, 256.0]),
+        # b holds 2**126; twice that is finite, and at 128 it waits in its turn
+        (120, [64.0, 128.0, 128.0, 256.0]),
+    ],
+    ids=["would become inf", "stays finite"],
+)
+def test_scale_grows_while_held_gradients_stay_finite(exponent, scales):
     def step(nets, x, i):
         a, b = nets.optimizers()
         nets.backward_of("a", x)
         a.step()
         a.zero_grad()
         if i == 0:
-            nets.manual_backward((nets.b.weight * 2.0**121).sum())
+            nets.manual_backward((nets.b.weight * 2.0**exponent).sum())
         if i == 3:
             b.step()
             b.zero_grad()
 
     def make(params):
-        return torch.optim.SGD(params, lr=2.0**-121)
+        return torch.optim.SGD(params, lr=2.0**-exponent)
 
-    nets = run(step, 5, plugin=safe(growth_interval=1), make=make)
+    nets = run(step, len(scales), plugin=safe(growth_interval=1), make=make)
     assert nets.weights("b") == [7.0]
-    assert nets.scales == [64.0, 64.0, 64.0, 128.0, 256.0]
-
-
-def test_held_gradient_that_stays_finite_lets_the_scale_grow():
-    """b holds 2**120 * 64 = 2**126; twice that is finite, and at 128 it waits in its turn."""
-
-    def step(nets, x, i):
-        a, b = nets.optimizers()
-        nets.backward_of("a", x)
-        a.step()
-        a.zero_grad()
-        if i == 0:
-            nets.manual_backward((nets.b.weight * 2.0**120).sum())
-        if i == 3:
-            b.step()
-            b.zero_grad()
-
-    def make(params):
-        return torch.optim.SGD(params, lr=2.0**-120)
-
-    nets = run(step, 4, plugin=safe(growth_interval=1), make=make)
-    assert nets.weights("b") == [7.0]
-    assert nets.scales == [64.0, 128.0, 128.0, 256.0]
+    assert nets.scales == scales
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

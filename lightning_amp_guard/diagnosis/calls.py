@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +17,10 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.diagnosis.frames import is_users
 
 __all__ = ["Call", "CallLog", "Place", "recorded", "short"]
 
-_SKIPPED = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}
 _CASTS = {"aten::_to_copy", "aten::copy_"}
 
 
@@ -125,7 +124,7 @@ class CallLog:
                     module = self._names[id(value)]
                 if (function := _upstream.function_of(value)) is not None:
                     self.functions.setdefault(function, _written(function))
-            if not source and not _is_skipped(frame):
+            if not source and is_users(str(frame.f_globals.get("__name__"))):
                 source = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             frame = frame.f_back
         return Place(source, module)
@@ -199,11 +198,6 @@ def _dtype(name: str, takes: list[Tensor], gives: list[Tensor]) -> str:
 def _is_driver(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__"))
     return name.startswith("lightning_amp_guard.diagnosis") and name != __name__
-
-
-def _is_skipped(frame: FrameType) -> bool:
-    root = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return root in _SKIPPED or root in sys.stdlib_module_names or root == "lightning_amp_guard"
 
 
 def _first_arguments(frame: FrameType) -> list[Any]:

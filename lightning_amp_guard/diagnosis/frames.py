@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from lightning_amp_guard import _upstream
 
-__all__ = ["Line", "Place", "module_names", "place_of_call", "short_name"]
+__all__ = ["Line", "Place", "is_users", "module_names", "place_of_call", "short_name"]
 
 _SKIPPED = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_amp_guard"}
 _LONGEST = 72  # of a line of the program, in characters
@@ -93,7 +93,7 @@ def place_of_call(names: dict[int, list[str]], *, in_backward: bool) -> Place:
         home = str(frame.f_globals.get("__name__"))
         if module is None:
             module = _module_of(frame, names)
-        if line is None and not _is_skipped(home):
+        if line is None and is_users(home):
             code = frame.f_code
             line = Line(code.co_filename, frame.f_lineno, code.co_name)
         if home == _FUNCTION and frame.f_code.co_name == "apply":
@@ -111,9 +111,10 @@ def _is_end(frame: FrameType, in_backward: bool) -> bool:
     return home.startswith(_DIAGNOSIS) and home not in _OWN
 
 
-def _is_skipped(home: str) -> bool:
+def is_users(home: str) -> bool:
+    """Return whether a module of that name is the user's: of no library that a step runs through."""
     root = home.partition(".")[0]
-    return root in _SKIPPED or (root in sys.stdlib_module_names and root != "__main__")
+    return root not in _SKIPPED and (root not in sys.stdlib_module_names or root == "__main__")
 
 
 def _module_of(frame: FrameType, names: dict[int, list[str]]) -> str | None:
