@@ -10,8 +10,8 @@ from decimal import Decimal
 from typing import Any
 
 from lightning_amp_guard.diagnosis.doctor import examine
-from lightning_amp_guard.monitor.difference import compared_columns, first_difference
-from lightning_amp_guard.monitor.ledger_file import LedgerError, read_run
+from lightning_amp_guard.monitor.ledger.difference import compared_columns, first_difference
+from lightning_amp_guard.monitor.ledger.file import LedgerError, read_run
 from lightning_amp_guard.monitor.plot import draw_report
 from lightning_amp_guard.monitor.records import Baseline
 from lightning_amp_guard.monitor.run_table import run_rows

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.guards import GUARD_TYPES
-from lightning_amp_guard.plugin import AmpPlugin
+from lightning_amp_guard.plugin.plugin import AmpPlugin
 
 __all__ = ["SafeFSDP", "SafeFSDPCore"]
 

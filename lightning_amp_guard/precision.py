@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_amp_guard.guards import GUARD_TYPES
-from lightning_amp_guard.plugin import AmpPlugin
+from lightning_amp_guard.plugin.plugin import AmpPlugin
 
 __all__ = ["SafeAMP", "SafeAMPCore"]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lightning_amp_guard import _upstream, cli
-from lightning_amp_guard.diagnosis import doctor
-from lightning_amp_guard.diagnosis.upstream_faults import FAULTS, known_faults, release
-from lightning_amp_guard.monitor.ledger_file import LedgerWriter, write_facts
+from lightning_amp_guard.diagnosis.doctor import doctor
+from lightning_amp_guard.diagnosis.doctor.upstream_faults import FAULTS, known_faults, release
+from lightning_amp_guard.monitor.ledger.file import LedgerWriter, write_facts
 from lightning_amp_guard.monitor.records import Row, RunFacts
 
 pytest.importorskip("jsonargparse", reason="needs the extra `cli`")

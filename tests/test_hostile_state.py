@@ -26,7 +26,7 @@ from lightning_amp_guard import (
     StepTally,
     TokenClock,
 )
-from lightning_amp_guard.monitor.ledger_file import (
+from lightning_amp_guard.monitor.ledger.file import (
     COLUMNS,
     LedgerError,
     encode,
@@ -34,7 +34,7 @@ from lightning_amp_guard.monitor.ledger_file import (
     read_ledger,
     read_run,
 )
-from lightning_amp_guard.monitor.ledger_writer import LedgerWriter
+from lightning_amp_guard.monitor.ledger.writer import LedgerWriter
 from lightning_amp_guard.monitor.records import GradientStats, Row
 from tests.helpers import BAD, GOOD, NAN_LOSS, Line, batches, make_trainer
 

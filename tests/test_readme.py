@@ -11,8 +11,8 @@ import pytest
 
 from lightning_amp_guard import AmpGuardWarning, AmpMonitor, SafeAMP, TokenClock
 from lightning_amp_guard.cli import main as amp_guard
-from lightning_amp_guard.monitor.ledger_line import COLUMNS
-from lightning_amp_guard.monitor.rules import RULES
+from lightning_amp_guard.monitor.ledger.line import COLUMNS
+from lightning_amp_guard.monitor.rules.registry import RULES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

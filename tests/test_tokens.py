@@ -28,10 +28,10 @@ from lightning_amp_guard import (
     TokenClock,
     UnscaleGuard,
 )
-from lightning_amp_guard.lanes import Stage
-from lightning_amp_guard.token_windows import TokenWindows
-from lightning_amp_guard.tokens import count_labels
-from lightning_amp_guard.windows import GradientWindows
+from lightning_amp_guard.step.lanes import Stage
+from lightning_amp_guard.step.windows import GradientWindows
+from lightning_amp_guard.tokens.clock import count_labels
+from lightning_amp_guard.tokens.windows import TokenWindows
 from tests.costs import Meter
 from tests.helpers import BAD, GOOD, NONE, PlantedOverflow, fit, make_trainer, stock_plugin
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp_guard import AmpMonitor, SafeAMP, SkipLimitError, StepTally
-from lightning_amp_guard.monitor.ledger_file import read_run
+from lightning_amp_guard.monitor.ledger.file import read_run
 from tests.helpers import BAD, GOOD, NAN_LOSS, Line, PlantedOverflow, batches, make_trainer
 
 G, B, N = GOOD, BAD, NAN_LOSS

@@ -1539,7 +1539,7 @@ def test_has_autocast_rule_asks_the_dispatcher():
     ]
     assert found == [True, False, False, True, False, False], (
         "`torch._C._dispatch_has_kernel_for_dispatch_key` answers otherwise, or autocast has other"
-        " rules: `diagnosis/autocast_rules.py` tells users of them."
+        " rules: `diagnosis/profile/autocast_rules.py` tells users of them."
     )
 
 

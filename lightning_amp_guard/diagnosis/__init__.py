@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 from lightning_amp_guard.diagnosis.batch import BadField, BatchReport, scan_batch
-from lightning_amp_guard.diagnosis.compare import compare_precisions
-from lightning_amp_guard.diagnosis.comparison import ComparisonReport, LayerReport, RungReport
-from lightning_amp_guard.diagnosis.culprit import Culprit
-from lightning_amp_guard.diagnosis.dtype_report import DtypeReport
-from lightning_amp_guard.diagnosis.finding import NonFiniteReport
-from lightning_amp_guard.diagnosis.locate import locate_nonfinite
+from lightning_amp_guard.diagnosis.compare import (
+    ComparisonReport,
+    LayerReport,
+    RungReport,
+    compare_precisions,
+)
+from lightning_amp_guard.diagnosis.locate import NonFiniteReport, locate_nonfinite
 from lightning_amp_guard.diagnosis.memory import MemoryReport, estimate_memory
-from lightning_amp_guard.diagnosis.profile import profile_dtypes
+from lightning_amp_guard.diagnosis.profile import DtypeReport, profile_dtypes
 from lightning_amp_guard.diagnosis.range import RangeReport, classify_range
-from lightning_amp_guard.diagnosis.recommend import recommend_precision
-from lightning_amp_guard.diagnosis.recommendation import Recommendation
-from lightning_amp_guard.diagnosis.watch import NonFiniteWatch
+from lightning_amp_guard.diagnosis.recommend import Recommendation, recommend_precision
+from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 
 __all__ = [
     "BadField",

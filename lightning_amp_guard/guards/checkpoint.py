@@ -22,7 +22,7 @@ from lightning_amp_guard.state import (
     read_scaler_state,
     read_tally,
 )
-from lightning_amp_guard.window_state import SavedWindow, save_window
+from lightning_amp_guard.step.window_state import SavedWindow, save_window
 
 __all__ = ["ScalerCheckpoint"]
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_amp_guard.diagnosis.batch import scan_batch
-from lightning_amp_guard.diagnosis.culprit import Culprit
-from lightning_amp_guard.diagnosis.watch import NonFiniteWatch
+from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import ScaledGradientError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
-from lightning_amp_guard.lanes import Cell, Lane
 from lightning_amp_guard.settings import choice
+from lightning_amp_guard.step.lanes import Cell, Lane
 
 __all__ = ["UnscaleGuard"]
 

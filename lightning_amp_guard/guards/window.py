@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
-from lightning_amp_guard.windows import GradientWindows
+from lightning_amp_guard.step.windows import GradientWindows
 
 __all__ = ["WindowGuard"]
 

@@ -16,11 +16,11 @@ from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardWarning
 from lightning_amp_guard.monitor import view
 from lightning_amp_guard.monitor.findings import Finding
-from lightning_amp_guard.monitor.ledger_file import read_run, write_facts
-from lightning_amp_guard.monitor.ledger_writer import LedgerWriter
+from lightning_amp_guard.monitor.ledger.file import read_run, write_facts
+from lightning_amp_guard.monitor.ledger.writer import LedgerWriter
 from lightning_amp_guard.monitor.metrics import LOG_KEYS, SkipWatch
 from lightning_amp_guard.monitor.records import Baseline
-from lightning_amp_guard.monitor.rules import find
+from lightning_amp_guard.monitor.rules.registry import find
 from lightning_amp_guard.monitor.run import MonitoredRun
 from lightning_amp_guard.monitor.summary import show, summarize
 from lightning_amp_guard.outcome import StepOutcome

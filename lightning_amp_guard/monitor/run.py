@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.diagnosis.culprit import Culprit
-from lightning_amp_guard.lanes import Lane
+from lightning_amp_guard.diagnosis.watch import Culprit
 from lightning_amp_guard.monitor import view
 from lightning_amp_guard.monitor.audit import Audit
-from lightning_amp_guard.monitor.content import content_hash, hexadecimal
-from lightning_amp_guard.monitor.journal import Journal, Losses
+from lightning_amp_guard.monitor.ledger.content import content_hash, hexadecimal
+from lightning_amp_guard.monitor.ledger.journal import Journal, Losses
 from lightning_amp_guard.monitor.metrics import FitMetrics, SkipWatch, expected_share, tallies_since
 from lightning_amp_guard.monitor.records import Baseline, RunView
 from lightning_amp_guard.monitor.statistics import Aggregates, GradientLook, local_norm, wide
@@ -29,10 +28,11 @@ from lightning_amp_guard.monitor.throughput import (
     samples_in,
 )
 from lightning_amp_guard.outcome import StepOutcome, StepTally
-from lightning_amp_guard.plugin import AmpPlugin
-from lightning_amp_guard.ranks import total
+from lightning_amp_guard.plugin.plugin import AmpPlugin
 from lightning_amp_guard.settings import ScaleSettings
-from lightning_amp_guard.windows import GradientWindows
+from lightning_amp_guard.step.lanes import Lane
+from lightning_amp_guard.step.ranks import total
+from lightning_amp_guard.step.windows import GradientWindows
 
 __all__ = ["MonitoredRun"]
 

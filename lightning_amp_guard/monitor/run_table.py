@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from lightning_amp_guard.monitor.panels import reason_text
+from lightning_amp_guard.monitor.plot.panels import reason_text
 from lightning_amp_guard.monitor.records import Baseline, Row
 from lightning_amp_guard.monitor.summary import scale_text
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_amp_guard.diagnosis.batch import scan_batch
-from lightning_amp_guard.diagnosis.culprit import Culprit
-from lightning_amp_guard.diagnosis.watch import NonFiniteWatch
+from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.monitor.records import WINDOW
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.monitor.records import RunFacts, ScheduleLead
 from lightning_amp_guard.outcome import StepTally
-from lightning_amp_guard.plugin import AmpPlugin
+from lightning_amp_guard.plugin.plugin import AmpPlugin
 
 __all__ = [
     "half_parameters",

@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import SWALR
 
 from lightning_amp_guard import SafeAMP, _upstream
-from lightning_amp_guard.monitor.ledger_file import read_ledger
-from lightning_amp_guard.monitor.ledger_writer import LedgerWriter
+from lightning_amp_guard.monitor.ledger.file import read_ledger
+from lightning_amp_guard.monitor.ledger.writer import LedgerWriter
 from tests.crash.runs import BATCHES, EPOCHS, Learner, Parts, Setup, build, final, fit
 from tests.helpers import identical
 

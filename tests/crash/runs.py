@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_amp_guard import AmpMonitor, SafeAMP, TokenClock
-from lightning_amp_guard.monitor.content import content_hash
+from lightning_amp_guard.monitor.ledger.content import content_hash
 from tests.helpers import BAD, GOOD, NAN_LOSS, PlantedOverflow, make_trainer
 
 __all__ = ["SETUPS", "Parts", "Setup", "build", "final", "fit", "newest", "trail"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_amp_guard.monitor.ledger_file import read_ledger
+from lightning_amp_guard.monitor.ledger.file import read_ledger
 from tests.crash import killed
 from tests.crash.breaking import assert_resumes
 from tests.crash.runs import SETUPS, build, final, fit, newest

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp_guard.diagnosis.compare import compare_precisions
-from lightning_amp_guard.diagnosis.judgement import nonfinite_problems, problems_of
-from lightning_amp_guard.diagnosis.layers import (
+from lightning_amp_guard.diagnosis.compare.compare import compare_precisions
+from lightning_amp_guard.diagnosis.compare.judgement import nonfinite_problems, problems_of
+from lightning_amp_guard.diagnosis.compare.layers import (
     Agreement,
     Underflow,
     agreement_of,
     relative_error,
     underflow_of,
 )
-from lightning_amp_guard.diagnosis.noise import SameNoise
+from lightning_amp_guard.diagnosis.compare.noise import SameNoise
 from tests.helpers import PlantedOverflow, make_trainer
 
 NAMES = ["32-true", "bf16-mixed", "16-mixed without scaler", "16-mixed"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_amp_guard.diagnosis.locate import locate_nonfinite
+from lightning_amp_guard.diagnosis.locate.locate import locate_nonfinite
 from tests.diagnosis import planted
 from tests.diagnosis.planted import FAULTS, HEALTHY, Apply, Case, chain, mean_loss, ones, through
 

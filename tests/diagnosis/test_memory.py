@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp_guard.diagnosis.memory import estimate_memory
+from lightning_amp_guard.diagnosis.memory.memory import estimate_memory
 
 GB = 1000**3
 # 16 * 32 + 32 + 32 * 8 + 8 = 808 parameters

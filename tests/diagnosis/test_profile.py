@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp_guard.diagnosis.dtype_report import DtypeReport
-from lightning_amp_guard.diagnosis.profile import _seconds, profile_dtypes
+from lightning_amp_guard.diagnosis.profile.dtype_report import DtypeReport
+from lightning_amp_guard.diagnosis.profile.profile import _seconds, profile_dtypes
 from tests.helpers import Line
 
 HERE = Path(__file__).name

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.diagnosis import trial
-from lightning_amp_guard.diagnosis.recommend import recommend_precision
-from lightning_amp_guard.diagnosis.trial import Timing, Trial
+from lightning_amp_guard.diagnosis.recommend import trial
+from lightning_amp_guard.diagnosis.recommend.recommend import recommend_precision
+from lightning_amp_guard.diagnosis.recommend.trial import Timing, Trial
 from tests.helpers import Line, PlantedOverflow
 
 STEPS = 4

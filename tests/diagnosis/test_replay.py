@@ -17,7 +17,7 @@ import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_amp_guard.diagnosis.replay import (
+from lightning_amp_guard.diagnosis.replay.replay import (
     autocast,
     device_of,
     on_device,

@@ -19,8 +19,8 @@ from lightning_amp_guard import (
     recommend_precision,
     scan_batch,
 )
-from lightning_amp_guard.diagnosis.doctor import examine
-from lightning_amp_guard.diagnosis.dtype_report import (
+from lightning_amp_guard.diagnosis.doctor.doctor import examine
+from lightning_amp_guard.diagnosis.profile.dtype_report import (
     DtypeReport,
     DtypeRow,
     MissedMatmul,

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
-from lightning_amp_guard.diagnosis.culprit import Culprit
-from lightning_amp_guard.diagnosis.watch import NonFiniteWatch
+from lightning_amp_guard.diagnosis.watch.culprit import Culprit
+from lightning_amp_guard.diagnosis.watch.watch import NonFiniteWatch
 from tests.diagnosis.planted import FAULTS, HEALTHY
 
 INF, NAN = float("inf"), float("nan")

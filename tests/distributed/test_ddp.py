@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_amp_guard import AmpGuardWarning, SafeAMP, SkipLimitError, _upstream
-from lightning_amp_guard.ranks import total
+from lightning_amp_guard.step.ranks import total
 from tests.distributed.harness import Pair
 from tests.helpers import BAD, GOOD, NAN_LOSS, NONE, Line, PlantedOverflow, fit, make_trainer
 

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_amp_guard.monitor import AmpMonitor
 from lightning_amp_guard.monitor.audit import Audit
-from lightning_amp_guard.monitor.ledger_file import read_ledger
+from lightning_amp_guard.monitor.ledger.file import read_ledger
 from tests.costs import Ops
 from tests.helpers import BAD, GOOD, NAN_LOSS, NONE, Line, ManualLine, fit, stock_plugin
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_amp_guard.monitor.content import batch_hash, content_hash, hexadecimal
+from lightning_amp_guard.monitor.ledger.content import batch_hash, content_hash, hexadecimal
 
 
 def told(batch):

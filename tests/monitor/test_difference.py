@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_amp_guard.monitor.difference import compared_columns, first_difference
-from lightning_amp_guard.monitor.ledger_file import COLUMNS
+from lightning_amp_guard.monitor.ledger.difference import compared_columns, first_difference
+from lightning_amp_guard.monitor.ledger.file import COLUMNS
 from lightning_amp_guard.monitor.records import GradientStats, Row
 
 BASE = [

@@ -25,7 +25,7 @@ from lightning_amp_guard import (
     UnscaleGuard,
 )
 from lightning_amp_guard.monitor import throughput
-from lightning_amp_guard.monitor.ledger_file import read_run
+from lightning_amp_guard.monitor.ledger.file import read_run
 from tests.helpers import BAD, GOOD, Line, ManualLine, fit, stock_plugin
 from tests.monitor.runs import CONDITIONS, monitored, under
 

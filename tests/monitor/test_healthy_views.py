@@ -18,7 +18,7 @@ from lightning_amp_guard.monitor.records import (
     RunView,
     ScheduleLead,
 )
-from lightning_amp_guard.monitor.rules import find
+from lightning_amp_guard.monitor.rules.registry import find
 from lightning_amp_guard.scale_policy import ScalePolicy
 from lightning_amp_guard.settings import ScaleSettings
 

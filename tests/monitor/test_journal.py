@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD
 
 from lightning_amp_guard import SkipReason, StepOutcome
-from lightning_amp_guard.monitor.journal import Journal, Losses
+from lightning_amp_guard.monitor.ledger.journal import Journal, Losses
 from lightning_amp_guard.monitor.records import WINDOW, GradientStats
 from tests.costs import Ops, PythonCalls, host_reads
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp_guard import AmpGuardWarning, SafeAMP
 from lightning_amp_guard.monitor import AmpMonitor, run
-from lightning_amp_guard.monitor.ledger_file import COLUMNS, LedgerError, read_facts, read_ledger
+from lightning_amp_guard.monitor.ledger.file import COLUMNS, LedgerError, read_facts, read_ledger
 from tests.helpers import (
     BAD,
     GOOD,

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_amp_guard import AmpGuardWarning
-from lightning_amp_guard.monitor import ledger_facts
-from lightning_amp_guard.monitor.ledger_file import (
+from lightning_amp_guard.monitor.ledger import facts as facts_module
+from lightning_amp_guard.monitor.ledger.file import (
     COLUMNS,
     LedgerError,
     LedgerWriter,
@@ -259,7 +259,7 @@ def test_facts_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def fail(self, target):
         raise OSError(errno.ENOSPC, "No space left on device", str(self))
 
-    monkeypatch.setattr(ledger_facts.Path, "replace", fail)
+    monkeypatch.setattr(facts_module.Path, "replace", fail)
     with pytest.raises(OSError, match="No space left"):
         write_facts(path, RunFacts("Other", "32-true", "cpu", False))
     assert read_facts(path) == FACTS
@@ -343,11 +343,11 @@ def test_a_number_is_free_only_if_ledger_and_facts_are(tmp_path):
 
 
 def test_a_file_that_appears_in_the_meantime_is_not_overwritten(tmp_path, monkeypatch):
-    from lightning_amp_guard.monitor import ledger_writer
+    from lightning_amp_guard.monitor.ledger import writer
 
     path = tmp_path / "l.jsonl"
     path.write_text("another's")
-    monkeypatch.setattr(ledger_writer, "_set_aside", lambda path: None)
+    monkeypatch.setattr(writer, "_set_aside", lambda path: None)
     with pytest.raises(FileExistsError):
         LedgerWriter(path)
     assert path.read_text() == "another's"
@@ -515,9 +515,9 @@ def test_names_with_the_marks_of_patterns_are_taken_as_they_are(tmp_path):
 
 
 def test_large_ledgers_are_copied_whole(tmp_path, monkeypatch):
-    from lightning_amp_guard.monitor import ledger_writer
+    from lightning_amp_guard.monitor.ledger import writer
 
-    monkeypatch.setattr(ledger_writer, "_CHUNK", 100)
+    monkeypatch.setattr(writer, "_CHUNK", 100)
     lines, digest = checkpointed(tmp_path / "a.jsonl", 7, 2)
     writer, missing = LedgerWriter.resume(tmp_path / "b.jsonl", tmp_path / "a.jsonl", lines, digest)
     writer.close()

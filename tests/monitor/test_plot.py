@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_amp_guard.monitor.histogram import FP16_BANDS, exponent_histogram
-from lightning_amp_guard.monitor.plot import build_figure, draw_report
+from lightning_amp_guard.monitor.plot.histogram import FP16_BANDS, exponent_histogram
+from lightning_amp_guard.monitor.plot.plot import build_figure, draw_report
 from lightning_amp_guard.monitor.records import Baseline, GradientStats, Row, RunFacts
 
 plt = pytest.importorskip("matplotlib.pyplot", reason="needs the extra `report`")

@@ -16,7 +16,7 @@ from lightning_amp_guard.monitor.records import (
     RunView,
     ScheduleLead,
 )
-from lightning_amp_guard.monitor.rules import RULES, find
+from lightning_amp_guard.monitor.rules.registry import RULES, find
 
 GRADIENTS, LOSS, PARTNER = "NONFINITE_GRADIENTS", "NONFINITE_LOSS", "PARTNER_SKIPPED"
 SAFE = RunFacts("SafeAMP", "16-mixed", "cuda", scaling=True, growth_interval=2000)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_amp_guard import SafeAMP
 from lightning_amp_guard.monitor import AmpMonitor
-from lightning_amp_guard.monitor.ledger_file import read_ledger
+from lightning_amp_guard.monitor.ledger.file import read_ledger
 from lightning_amp_guard.monitor.statistics import Aggregates, GradientLook, local_norm, wide
 from tests.costs import Ops, PythonCalls, host_reads
 from tests.helpers import Line, ManualLine, fit, stock_plugin

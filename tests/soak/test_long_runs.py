@@ -16,9 +16,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_amp_guard import AmpMonitor, SafeAMP, SkipAwareGradScaler, SkipReason, StepTally
-from lightning_amp_guard.attempt import AttemptEngine
-from lightning_amp_guard.monitor.ledger_file import read_ledger
+from lightning_amp_guard.monitor.ledger.file import read_ledger
 from lightning_amp_guard.settings import AmpSettings
+from lightning_amp_guard.step.attempt import AttemptEngine
 from tests.helpers import BAD, GOOD, NAN_LOSS, Line, PlantedOverflow, batches, make_trainer
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operator made the first non-finite value of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_amp_guard.diagnosis.arguments import check_positive
+from lightning_amp_guard.diagnosis.locate.blame import blamed, described
+from lightning_amp_guard.diagnosis.locate.finding import NonFiniteReport
+from lightning_amp_guard.diagnosis.locate.prepare import (
+    clear_gradients,
+    compiled,
+    computes_on,
+    note_inputs,
+    uncompiled,
+)
+from lightning_amp_guard.diagnosis.locate.remedies import Facts, explain
+from lightning_amp_guard.diagnosis.locate.sites import Site, Sites
+from lightning_amp_guard.diagnosis.locate.trace import Origin, Tracer, traced
+from lightning_amp_guard.diagnosis.locate.values import is_finite, values_of
+from lightning_amp_guard.diagnosis.replay.replay import (
+    LossFn,
+    autocast,
+    device_of,
+    on_device,
+    training_loss,
+    undisturbed,
+)
+
+__all__ = ["locate_nonfinite"]
+
+
+def locate_nonfinite(
+    module: Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    device: torch.device | str | None = None,
+    precision: str = "16-mixed",
+    scale: float = 2.0**16,
+) -> NonFiniteReport:
+    """Name the operator that made the first non-finite value that harms the loss or a gradient.
+
+    One step is replayed under autocast (forward, loss times scale, backward), and every operator is
+    looked at. A candidate has finite inputs and a result that is not. Blamed is the first candidate
+    whose value reaches the loss, or, if the loss is finite, the gradient of a parameter: what is
+    masked out again harms nobody. Values that are meant to be infinite (`masked_fill(mask, -inf)`)
+    and memory not yet written to are blamed only if nothing else is. A value that the forward pass
+    made and hid (in a branch of `torch.where`) is blamed if the backward pass multiplies by it.
+
+    A fault is followed by a few plain replays, in float32 and at smaller scales, which tell faults
+    of the formula from those of the precision and from ordinary calibration of the scale. Compiled
+    modules run uncompiled meanwhile. Module and random state are as before afterwards.
+
+    Args:
+        module: A LightningModule in automatic optimization, or any module with `loss_fn`.
+        batch: The batch as `training_step` gets it; it is copied.
+        loss_fn: `loss_fn(module, batch)` returns a scalar loss; default: `training_step(batch, 0)`.
+        device: Where to replay; default: where the module is. Modules on several devices stay there.
+        precision: "16-mixed", "bf16-mixed", or "32-true".
+        scale: Multiplies the loss in "16-mixed"; positive and finite. Others do not scale.
+
+    Returns:
+        The report, falsy if loss and gradients are finite. It holds no tensors.
+
+    Raises:
+        ValueError: an unknown precision, a bad scale, or a step without a scalar loss.
+        TypeError: neither `training_step` nor `loss_fn`, or a scale that is no number.
+
+    Host sync: one per operator. Memory: two copies of the module's tensors meanwhile.
+
+    Example:
+        >>> net = torch.nn.Linear(1, 1)
+        >>> report = locate_nonfinite(net, torch.zeros(4, 1), loss_fn=lambda net, x: net(x / x).sum())
+        >>> report.op, report.direction, report.kind
+        ('aten.div.Tensor', 'forward', 'nan')
+        >>> print(report.remedy)
+        Keep away from the edge: `x / y.clamp(min=1e-6)`.
+    """
+    check_positive("scale", scale)
+    autocast(precision, "cpu")  # raises for an unknown precision
+    with undisturbed(module):
+        if device is not None:
+            module.to(device)
+        target = device_of(module)
+        step = _Step(module, batch, loss_fn, target, computes_on(module, batch, target))
+        return step.locate(precision, float(scale) if precision == "16-mixed" else 1.0)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Replays one step, as often as needed, each time from the same state."""
+
+    module: Module
+    batch: Any
+    loss_fn: LossFn | None
+    device: torch.device | None
+    kind: str
+
+    def locate(self, precision: str, scale: float) -> NonFiniteReport:
+        names = compiled(self.module)
+        tracer = Tracer(Sites(self.module, self.kind))
+        notes = [f"compiled and left alone, so run uncompiled here: {names}"] if names else []
+        with uncompiled(bool(names)):
+            numbers, direction, raised = self._trace(tracer, precision, scale)
+            past = direction == "backward" and scale > 1.0 and not raised
+            if numbers and past and not self._is_finite(precision, 1.0):
+                # the scale may have overflown earlier than the fault that no scale mends
+                again = Tracer(Sites(self.module, self.kind))
+                unscaled = self._trace(again, precision, 1.0)
+                if unscaled[0]:
+                    tracer, scale, (numbers, direction, raised) = again, 1.0, unscaled
+            notes += [raised] if raised else []
+            empty = NonFiniteReport(precision, scale, notes=tuple(notes))
+            if not numbers:
+                return empty
+            origin, other = blamed(tracer.origins, numbers)
+            facts = Facts(precision, scale, device=self.kind)
+            if not origin.subject:
+                facts = self._facts(facts, direction)
+        found = described(empty, origin, other, direction, tracer.sites.names)
+        cause, remedy = explain(origin, other, facts)
+        return replace(found, cause=cause, remedy=remedy)
+
+    def _trace(
+        self, tracer: Tracer, precision: str, scale: float
+    ) -> tuple[frozenset[int], str, str]:
+        with undisturbed(self.module):
+            batch = on_device(self.batch, self.device)
+            note_inputs(tracer, self.module, batch)
+            clear_gradients(self.module)
+            try:
+                with traced(tracer):
+                    with autocast(precision, self.kind):
+                        loss = training_loss(self.module, batch, self.loss_fn)
+                    if numbers := tracer.origins_of(loss):
+                        return numbers, "forward", ""
+                    scaled = _times(loss, scale)
+                    if not is_finite(scaled):
+                        return _overflown(tracer, loss, scaled), "backward", ""
+                    scaled.backward()  # type: ignore[no-untyped-call]
+            except (ArithmeticError, AssertionError, RuntimeError, ValueError) as error:
+                return _before_error(tracer, error)
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            return frozenset().union(*[tracer.origins_of(g) for g in grads]), "backward", ""
+
+    def _facts(self, facts: Facts, direction: str) -> Facts:
+        if direction == "backward" and facts.scale > 1.0 and self._is_finite(facts.precision, 1.0):
+            facts = replace(facts, safe_scale=self._safe_scale(facts.precision, facts.scale))
+            if facts.is_calibration:
+                return facts
+        if facts.precision == "32-true":
+            return facts
+        try:
+            finite = self._is_finite("32-true", 1.0, forward_only=direction == "forward")
+        except (RuntimeError, ValueError, TypeError):  # the program needs its half precision
+            return facts
+        return replace(facts, finite_in_float32=finite)
+
+    def _safe_scale(self, precision: str, scale: float) -> float:
+        low, high = 0, math.ceil(math.log2(scale))  # finite at 2**low, not at 2**high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._is_finite(precision, 2.0**middle):
+                low = middle
+            else:
+                high = middle
+        return 2.0**low
+
+    def _is_finite(self, precision: str, scale: float, *, forward_only: bool = False) -> bool:
+        with undisturbed(self.module):
+            clear_gradients(self.module)
+            batch = on_device(self.batch, self.device)
+            with autocast(precision, self.kind):
+                loss = training_loss(self.module, batch, self.loss_fn)
+            if forward_only or not is_finite(loss):
+                return is_finite(loss)
+            _times(loss, scale).backward()  # type: ignore[no-untyped-call]
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            return all([is_finite(grad) for grad in grads])
+
+
+def _times(loss: Tensor, scale: float) -> Tensor:
+    # by a tensor, as torch's scaler does: a float16 loss becomes float32
+    return loss * torch.tensor(scale, device=loss.device)
+
+
+def _overflown(tracer: Tracer, loss: Tensor, scaled: Tensor) -> frozenset[int]:
+    site = Site(op="aten.mul.Tensor", kernel="aten.mul.Tensor", direction="backward")
+    tracer.origins.append(Origin(site, values_of(scaled), (values_of(loss),)))
+    return frozenset({len(tracer.origins) - 1})
+
+
+def _before_error(tracer: Tracer, error: Exception) -> tuple[frozenset[int], str, str]:
+    blamable = [i for i, origin in enumerate(tracer.origins) if not origin.intended]
+    if not blamable:
+        raise error
+    first = min(blamable)
+    raised = f"the step then raised {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    return frozenset({first}), tracer.origins[first].site.direction, raised

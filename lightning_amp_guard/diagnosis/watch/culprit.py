@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module that turned finite values into inf or NaN, and what is known of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_amp_guard.diagnosis.watch.seen import Seen
+
+__all__ = ["Culprit", "from_seen"]
+
+# Above the largest finite float16 divided by this, an inf beside it may well be an overflow.
+_GAP = 256.0
+_LARGEST = 65504.0  # the largest finite float16
+_STEEP = 8.0  # a slope above this is suspicious where a slope may be infinite
+_UNBOUNDED = ("Sqrt", "Div", "Reciprocal", "Pow", "Log", "Norm", "Std", "Acos", "Asin", "Prod")
+_LARGE = 2.0**64  # nothing that a scale up to 2**24 makes of an ordinary gradient
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The module whose inputs were finite and whose output, or gradient, was not.
+
+    Args:
+        module: The name as in `named_modules()`; "" for the step itself, outside of any submodule.
+        kind: The module's class name.
+        direction: "forward" or "backward".
+        dtype: Of the values that are not finite.
+        max_abs: The largest finite |x| among them; gradients carry the scale.
+        finite_share: The share of finite ones among them, 0 to 1.
+        what: "inf", "nan" or "inf and nan"; "inf" stands for -inf too.
+        max_abs_in: The largest |x| that went in (in the backward pass: of the incoming gradient).
+        operator: The operator of the backward pass, as autograd names it; "" in the forward pass.
+        custom: The `torch.autograd.Function` or custom operator that the module runs, if any.
+        parameters: The module's own parameters that hold inf or NaN.
+        left_alone: Modules inside that were not watched since they are compiled.
+        masked: Whether some -inf went in, as in an attention mask, and nothing worse.
+        composite: Whether `operator` consists of others, as a checkpointed block does.
+    """
+
+    module: str
+    kind: str
+    direction: Literal["forward", "backward"]
+    dtype: torch.dtype
+    max_abs: float
+    finite_share: float
+    what: Literal["inf", "nan", "inf and nan"]
+    max_abs_in: float = 0.0
+    operator: str = ""
+    custom: str | None = None
+    parameters: tuple[str, ...] = ()
+    left_alone: tuple[str, ...] = ()
+    masked: bool = False
+    composite: bool = False
+
+    @property
+    def path(self) -> str | None:
+        """What to write into `fp32_modules`; `None` where it is no submodule."""
+        return self.module or None
+
+    @property
+    def may_be_overflow(self) -> bool:
+        """Whether a smaller scale may end it: an inf in a gradient that may exceed float16.
+
+        A NaN that one operator makes of finite gradients does not depend on the scale, nor does an
+        inf far above the largest finite value beside it, or one in a dtype with float32's range, or
+        one that an operator with an unbounded slope (a root, a division, one of the user's own)
+        makes of a gradient that is far from overflowing. What consists of several operators may have
+        overflowed between them.
+        """
+        if self.direction == "forward":
+            return False
+        if self.composite:
+            return True
+        if self.what == "nan":
+            return False
+        if self.dtype is not torch.float16:
+            return self.max_abs_in > _LARGE
+        if self.what != "inf" or 0 < self.max_abs < _LARGEST / _GAP:
+            return self.what != "inf"
+        names = _UNBOUNDED if self.custom is None else (*_UNBOUNDED, self.custom.rpartition(".")[2])
+        steep = any(name in self.operator for name in names)
+        return not (steep and self.max_abs_in < _LARGEST / _STEEP)
+
+    @property
+    def sentence(self) -> str:
+        """What was seen, in one sentence with its numbers."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        values = "nothing finite"
+        if self.finite_share > 0:
+            share = f"{100 * self.finite_share:.3g} % finite"
+            values = f"{share}, largest finite |x| {self.max_abs:.3g}"
+        if self.direction == "forward":
+            seen = f"returned {self.what} ({dtype}, {values}), although "
+            inputs = f"its inputs were finite (largest |x| {self.max_abs_in:.3g})"
+            inputs = "its inputs held nothing worse than -inf" if self.masked else inputs
+            seen += inputs if self.module else "no submodule did so with finite inputs"
+        else:
+            seen = f"made {self.what} of a finite gradient (largest |x| {self.max_abs_in:.3g}) in"
+            seen += f" its backward pass ({self.operator}, {dtype}, {values})"
+        return f"{self._who()} {seen}{self._notes()}."
+
+    @property
+    def remedy(self) -> str:
+        """What was expected, the likely cause, and the change to make."""
+        if self.parameters:
+            return (
+                "Expected finite weights. Most likely they came from a checkpoint, or from an update"
+                " made without this plugin. Load a checkpoint from before that."
+            )
+        if not self.module:
+            return (
+                "Expected finite values. Most likely the loss divides by zero, takes the logarithm or"
+                " root of zero, or exceeds 65504 in float16. Compute it in float32:"
+                " `loss_fn(x.float())`."
+            )
+        return (
+            "Expected finite values. Most likely they exceed 65504, the largest float16, or an"
+            " operation is undefined for its inputs (division by zero, logarithm or root of zero),"
+            " which needs an `eps` of its own."
+            f' Run it in float32: `SafeAMP(fp32_modules=["{self.module}"])`.'
+        )
+
+    def _who(self) -> str:
+        if self.module:
+            return f"the module {self.module!r} ({self.kind})"
+        return f"the step of {self.kind}, outside of any submodule,"
+
+    def _notes(self) -> str:
+        notes = ""
+        if self.parameters:
+            shown = ", ".join(map(repr, self.parameters[:3]))
+            notes += f"; its own parameters {shown} hold inf or NaN"
+        if self.custom:
+            notes += f"; it runs the custom operator {self.custom}, whose safe dtype autocast does"
+            notes += " not know"
+        if self.left_alone:
+            shown = ", ".join(map(repr, self.left_alone[:3]))
+            notes += f"; compiled modules inside were not watched: {shown}"
+        return notes
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def from_seen(
+    seen: Seen, custom: str | None, parameters: tuple[str, ...], left_alone: tuple[str, ...]
+) -> Culprit:
+    """Return the culprit that a watched call is."""
+    n = seen.numbers
+    sizes = [abs(x) for x in (n.lowest_in, n.highest_in) if math.isfinite(x)]
+    return Culprit(
+        seen.module,
+        seen.kind,
+        seen.direction,
+        seen.dtype,
+        n.largest,
+        max(0.0, 1.0 - n.bad / max(seen.elements, 1)),
+        "inf" if not math.isnan(n.lowest) else "inf and nan" if n.inf else "nan",
+        max(sizes, default=0.0),
+        seen.operator,
+        custom,
+        parameters,
+        left_alone,
+        seen.masked_in,
+        seen.composite,
+    )

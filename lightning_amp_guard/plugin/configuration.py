@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments that every precision plugin of this package takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_amp_guard import _upstream
+from lightning_amp_guard.errors import AmpGuardWarning
+from lightning_amp_guard.plugin.scaler_choice import choose_scaler
+from lightning_amp_guard.scaler import SkipAwareGradScaler
+from lightning_amp_guard.settings import AmpSettings, ScaleSettings, refuse
+
+__all__ = ["Configuration"]
+
+
+class Configuration:
+    """Checks the arguments, keeps them, and settles those that depend on the run; see `SafeAMP`."""
+
+    misconfiguration: ClassVar[type[Exception]]
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed", "auto"] = "16-mixed",
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        dynamic: bool = True,
+        hysteresis: int = 1,
+        min_scale: float | None = 1.0,
+        max_scale: float | None = 2.0**24,
+        backoff_on_nonfinite_loss: bool = False,
+        max_consecutive_skips: int | None = 32,
+        on_limit: Literal["raise", "bf16-mixed", "32-true"] = "raise",
+        error_if_nonfinite: bool = False,
+        bf16_guard: bool = True,
+        fp32_modules: Sequence[str] = (),
+        weight_cache: bool = False,
+        sync_found_inf: Literal["auto"] | bool = "auto",
+    ) -> None:
+        owner = self._name()
+        settings = AmpSettings(
+            precision,
+            backoff_on_nonfinite_loss,
+            max_consecutive_skips,
+            on_limit,
+            error_if_nonfinite,
+            bf16_guard,
+            fp32_modules,  # type: ignore[arg-type]
+            weight_cache,
+            sync_found_inf,
+        ).checked(owner, ("16-mixed", "bf16-mixed", "auto"))
+        scale = ScaleSettings(
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            dynamic,
+            hysteresis,
+            min_scale,
+            max_scale,
+        ).checked(owner)
+        self._device_given = _checked_device(owner, device)
+        self._own_scaler = choose_scaler(owner, settings.precision, scale, scaler)
+        self.settings = settings
+        self.precision: Any = settings.precision
+        self.switched: str | None = None
+        self.device = self._device_given or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.scaler: SkipAwareGradScaler | None = None
+        if settings.precision == "16-mixed":
+            self.scaler = self._own_scaler
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make ready for the first run; the life cycle's business."""
+
+    @property
+    def state_key(self) -> str:
+        """Refuse to be taken for a callback, which Lightning asks for this name first.
+
+        Raises:
+            MisconfigurationException: Always.
+        """
+        name = self._name()
+        raise self.fail(
+            f"`Trainer(callbacks=[{name}()])`: `{name}` is a precision plugin, not a callback."
+            f" Expected it among the plugins. Write `Trainer(plugins=[{name}()])`."
+        )
+
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def fail(self, message: str) -> Exception:
+        """Return Lightning's `MisconfigurationException` with `message`."""
+        return self.misconfiguration(message)
+
+    def info(self, message: str) -> None:
+        """Print one line on rank 0."""
+        rank_zero_info(message)
+
+    def warn(self, message: str) -> None:
+        """Warn with `AmpGuardWarning` on rank 0."""
+        rank_zero_warn(message, category=AmpGuardWarning)
+
+    def resolve(self, trainer: Any) -> None:
+        """Settle what depends on the run: the device, and what "auto" means on it.
+
+        Raises:
+            MisconfigurationException: `device` is another than the Trainer's, the device has no
+                float16 autocast, or the strategy brings an engine of its own.
+        """
+        if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(trainer.strategy).__mro__):
+            raise self.fail(
+                f"`{self._name()}`: DeepSpeed scales losses and skips steps in its own engine, which"
+                " this plugin would bypass. Expected a strategy that leaves this to the precision"
+                ' plugin, such as "ddp", or `ModelParallelStrategy` (FSDP2) for sharded models. With'
+                ' `DeepSpeedStrategy` drop the plugin and write `Trainer(precision="16-mixed")`.'
+            )
+        device = trainer.strategy.root_device.type
+        if self._device_given not in (None, device):
+            raise self.fail(
+                f"`{self._name()}(device={self._device_given!r})`: the Trainer runs on {device!r}."
+                " Expected the same device type. Leave `device` out to follow the Trainer."
+            )
+        self.device = device
+        if self.precision == "auto":
+            native = trainer.strategy.broadcast(_upstream.native_low_precision(device))
+            self.settle_precision(*native)
+        if self.precision == "16-mixed" and not _upstream.has_float16_autocast(device):
+            raise self.fail(
+                f"`{self._name()}(precision={self.settings.precision!r})`: torch has no float16"
+                f" autocast on {device!r}. Expected a device type that has it, such as"
+                f' "cuda" or "cpu". Write `{self._name()}(precision="bf16-mixed")`.'
+            )
+
+    def settle_precision(self, bf16: bool, fp16: bool) -> None:
+        """Choose what "auto" stands for, by what the device computes natively."""
+        self.precision = "bf16-mixed" if bf16 or not fp16 else "16-mixed"
+        self.scaler = self._own_scaler if self.precision == "16-mixed" else None
+        slow = "" if bf16 or fp16 else ", which is emulated here: 32-true is faster"
+        self.info(
+            f'`{self._name()}(precision="auto")` chose {self.precision!r} on {self.device!r}{slow}.'
+        )
+
+    def autocast_dtype(self) -> torch.dtype:
+        """Return the dtype that autocast computes in, where it is on."""
+        return torch.float16 if self.precision == "16-mixed" else torch.bfloat16
+
+    def fall_back(self, precision: str) -> None:
+        """Compute in another precision from now on, without a scale.
+
+        An autocast region that is open, that of a `training_step` in manual optimization, changes
+        with it. Optimizers, schedules and counts go on.
+
+        Args:
+            precision: "bf16-mixed" or "32-true".
+        """
+        self.precision, self.scaler, self.switched = precision, None, precision
+        if torch.is_autocast_enabled(self.device):  # on leaving it, torch restores what was before
+            torch.set_autocast_enabled(self.device, precision != "32-true")
+            torch.set_autocast_dtype(self.device, self.autocast_dtype())
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Return the autocast context of a forward pass."""
+        dtype, cache = self.autocast_dtype(), self.settings.weight_cache
+        if self.precision == "32-true":
+            return torch.autocast(self.device, enabled=False)
+        return torch.autocast(self.device, dtype=dtype, cache_enabled=cache)
+
+
+def _checked_device(owner: str, device: object) -> str | None:
+    expected = 'a device type such as "cuda", or None'
+    if device is None:
+        return None
+    if not isinstance(device, str):
+        raise TypeError(refuse(owner, "device", device, expected))
+    try:
+        return torch.device(device).type
+    except RuntimeError:
+        raise ValueError(refuse(owner, "device", device, expected)) from None
