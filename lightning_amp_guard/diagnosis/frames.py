@@ -22,7 +22,7 @@ _LONGEST = 72  # of a line of the program, in characters
 _CHECKPOINT = torch.utils.checkpoint.__name__
 _FUNCTION = torch.autograd.function.__name__
 _DIAGNOSIS = __name__.rpartition(".")[0]
-_OWN = {f"{_DIAGNOSIS}.{name}" for name in ("frames", "sites", "trace")}
+_OWN = {__name__, f"{_DIAGNOSIS}.locate.sites", f"{_DIAGNOSIS}.locate.trace"}
 
 
 class Line(NamedTuple):
