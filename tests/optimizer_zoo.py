@@ -264,6 +264,17 @@ AS_IN_FLOAT32, REFUSED = "as in float32", "refused at set-up"
 UNGUARDED, TORCH_REFUSES = "runs unguarded, and says so", "refused by torch itself"
 
 
+def clip_of_sparse() -> str:
+    """Return what clipping sparse gradients is: torch does so from 2.14 on."""
+    row = torch.nn.Embedding(2, 1, sparse=True)
+    row(torch.tensor([0])).sum().backward()
+    try:
+        torch.nn.utils.clip_grad_norm_(row.parameters(), 0.5)
+    except RuntimeError:
+        return TORCH_REFUSES
+    return AS_IN_FLOAT32
+
+
 def judged(make: Make, precision: str = "16-mixed", way: str = "heard", kinds: str = "mv") -> str:
     """Return what the plugin makes of an optimizer, compared with a plain loop bit for bit.
 

@@ -194,8 +194,9 @@ def test_what_is_no_count_is_refused_in_one_line(capsys, text):
 def test_doctor_shows_versions_devices_and_faults(capsys):
     status, out, err = run(capsys, "doctor")
     assert (status, err) == (0, "")
-    for name in ("torch", "lightning", "torchmetrics"):
-        assert re.search(rf"^  {name} +{re.escape(metadata.version(name))}$", out, re.MULTILINE)
+    versions = {name: metadata.version(name) for name in ("lightning", "torchmetrics")}
+    for name, version in {**versions, "torch": torch.__version__}.items():
+        assert re.search(rf"^  {name} +{re.escape(version)}$", out, re.MULTILINE)
     for part in ("  python ", "  lightning_amp_guard ", "  cpu ", '"auto" is ', "  TF32 ", "#5558"):
         assert part in out
 

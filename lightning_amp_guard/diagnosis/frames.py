@@ -7,7 +7,7 @@ import inspect
 import linecache
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch.utils.checkpoint
@@ -15,12 +15,21 @@ from torch.nn import Module
 
 from lightning_amp_guard import _upstream
 
-__all__ = ["Line", "Place", "is_users", "module_names", "place_of_call", "short_name"]
+__all__ = [
+    "Line",
+    "Place",
+    "first_argument",
+    "forward_codes",
+    "is_users",
+    "module_names",
+    "place_of_call",
+    "short_name",
+]
 
 _SKIPPED = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_amp_guard"}
 _LONGEST = 72  # of a line of the program, in characters
 _CHECKPOINT = torch.utils.checkpoint.__name__
-_FUNCTION = torch.autograd.function.__name__
+_FORWARDS = {"forward", "decorate_fwd"}  # the second is `torch.amp.custom_fwd`'s
 _DIAGNOSIS = __name__.rpartition(".")[0]
 _OWN = {__name__, f"{_DIAGNOSIS}.locate.sites", f"{_DIAGNOSIS}.locate.trace"}
 
@@ -79,11 +88,33 @@ def short_name(name: str) -> str:
     return ".".join([part for part in name.split(".") if part != "_orig_mod"])
 
 
-def place_of_call(names: dict[int, list[str]], *, in_backward: bool) -> Place:
+def forward_codes() -> dict[CodeType, type]:
+    """Return the `autograd.Function` that each known forward belongs to.
+
+    Without the wrappers that several share, such as `torch.amp.custom_fwd`.
+    """
+    kinds: list[type] = [torch.autograd.Function]
+    found: dict[CodeType, type] = {}
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if codes := _codes_of_forward(kind):
+            found[codes[-1]] = kind
+    return found
+
+
+def place_of_call(
+    names: dict[int, list[str]], forwards: dict[CodeType, type], *, in_backward: bool
+) -> Place:
     """Return the place of the operator that is being dispatched. Host sync: none.
 
     The stack is read outwards, up to the code of this package that runs the step, or, in a backward
     pass, to the call of the engine.
+
+    Args:
+        names: What `module_names` returned.
+        forwards: What `forward_codes` returned.
+        in_backward: Whether the autograd engine runs.
     """
     module: str | None = None
     line: Line | None = None
@@ -96,9 +127,9 @@ def place_of_call(names: dict[int, list[str]], *, in_backward: bool) -> Place:
         if line is None and is_users(home):
             code = frame.f_code
             line = Line(code.co_filename, frame.f_lineno, code.co_name)
-        if home == _FUNCTION and frame.f_code.co_name == "apply":
+        if (kind := _function_run_by(frame, forwards)) is not None:
             in_function = True
-            function = function or _name_of_function(frame.f_locals.get("cls"))
+            function = function or _name_of_function(kind)
         recomputed |= in_backward and home == _CHECKPOINT
         frame = frame.f_back
     return Place(module, line, function, in_function, recomputed)
@@ -123,6 +154,39 @@ def _module_of(frame: FrameType, names: dict[int, list[str]]) -> str | None:
         return None
     found = names.get(id(frame.f_locals.get("self")))
     return found[0] if found else None
+
+
+def first_argument(frame: FrameType) -> Any:
+    """Return the value of a call's first argument, also among `*args`; `None` without one."""
+    code = frame.f_code
+    if not (code.co_argcount or code.co_flags & inspect.CO_VARARGS):
+        return None
+    name = code.co_varnames[0 if code.co_argcount else code.co_kwonlyargcount]
+    value = frame.f_locals.get(name)
+    return value if code.co_argcount else next(iter(value or ()), None)
+
+
+def _function_run_by(frame: FrameType, forwards: dict[CodeType, type]) -> type | None:
+    """Return the `autograd.Function` whose forward this frame runs, a wrapper of it included.
+
+    A `ctx` tells which class it is. Functions with `setup_context` have none: they are found by their
+    code, which classes that inherit a forward share.
+    """
+    code = frame.f_code
+    kind: type | None = forwards.get(code)
+    if kind is None and code.co_name not in _FORWARDS:
+        return None
+    made_for: type | None = _upstream.function_of(first_argument(frame))
+    return made_for if code in _codes_of_forward(made_for) else kind
+
+
+def _codes_of_forward(kind: type | None) -> list[CodeType]:
+    """Return the code of a function's forward, wrappers first."""
+    forward, codes = getattr(kind, "forward", None), []
+    while forward is not None:
+        codes += [forward.__code__] if hasattr(forward, "__code__") else []
+        forward = getattr(forward, "__wrapped__", None)
+    return codes
 
 
 def _name_of_function(kind: Any) -> str:

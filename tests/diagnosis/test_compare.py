@@ -604,7 +604,7 @@ def test_a_module_that_cannot_be_copied_is_refused_with_the_attribute():
 
 def test_a_scripted_module_is_refused():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         net = nn.Sequential(torch.jit.script(nn.Linear(16, 4)))
     with pytest.raises(ValueError, match="holds a scripted module"):
         compared(net)

@@ -114,6 +114,46 @@ def test_scope_within_a_function_of_ones_own():
     assert culprit(planted.ForwardFault.apply).scope == "autocast float16"
 
 
+class Reciprocal(torch.autograd.Function):
+    """In the style without a `ctx` in the forward."""
+
+    @staticmethod
+    def forward(x):
+        return (x * 0).reciprocal()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Decorated(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        return (x * 0).reciprocal()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        return grad
+
+
+class Inherits(Decorated):
+    pass
+
+
+def test_function_of_any_style_is_named():
+    local = type("Local", (Reciprocal,), {"forward": staticmethod(lambda x: (x * 0).reciprocal())})
+    for kind in (Reciprocal, Decorated, Inherits, local):
+        report = culprit(kind.apply)
+        assert (report.module, report.op) == ("culprit", kind.__name__)
+        assert report.kernel == "aten.reciprocal.default"
+
+
 def test_shared_module_is_given_with_all_its_names():
     report = locate(Case(planted.Twice(), ones(), mean_loss))
     assert (report.module, report.also) == ("shared", ("again",))

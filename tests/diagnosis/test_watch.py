@@ -23,7 +23,7 @@ from tests.diagnosis.planted import FAULTS, HEALTHY
 
 INF, NAN = float("inf"), float("nan")
 # the compiler's first import, and scripting, warn of their own future
-uses_jit = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+uses_jit = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
 
 
 class Apply(nn.Module):

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.diagnosis.frames import Line, Place, module_names, place_of_call
+from lightning_amp_guard.diagnosis.frames import (
+    Line,
+    Place,
+    forward_codes,
+    module_names,
+    place_of_call,
+)
 
 __all__ = ["Site", "Sites"]
 
@@ -56,6 +62,7 @@ class Sites:
 
     def __init__(self, root: Module, device: str) -> None:
         self.names = module_names(root)
+        self._forwards = forward_codes()
         self._params = {id(param): name for name, param in root.named_parameters()}
         self._device = device
         self._autocast = "off"
@@ -71,7 +78,7 @@ class Sites:
     def of_call(self, kernel: str, inputs: list[Tensor]) -> Site:
         """Return the site of the operator that is being dispatched. Host sync: none."""
         node = _upstream.current_node()
-        place = place_of_call(self.names, in_backward=node is not None)
+        place = place_of_call(self.names, self._forwards, in_backward=node is not None)
         site = self._forward(kernel, place) if node is None else self._backward(kernel, place, node)
         makes_node = torch.is_grad_enabled() or place.in_function
         if makes_node and any([tensor.requires_grad for tensor in inputs]):

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.diagnosis.frames import is_users
+from lightning_amp_guard.diagnosis.frames import first_argument, is_users
 
 __all__ = ["Call", "CallLog", "Place", "recorded", "short"]
 
@@ -118,12 +118,11 @@ class CallLog:
         source, module = "", None
         frame = inspect.currentframe()
         while frame is not None and not _is_driver(frame):
-            values = _first_arguments(frame)
-            for value in values:
-                if module is None and id(value) in self._names:
-                    module = self._names[id(value)]
-                if (function := _upstream.function_of(value)) is not None:
-                    self.functions.setdefault(function, _written(function))
+            value = first_argument(frame)
+            if module is None and id(value) in self._names:
+                module = self._names[id(value)]
+            if (function := _upstream.function_of(value)) is not None:
+                self.functions.setdefault(function, _written(function))
             if not source and is_users(str(frame.f_globals.get("__name__"))):
                 source = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             frame = frame.f_back
@@ -198,11 +197,6 @@ def _dtype(name: str, takes: list[Tensor], gives: list[Tensor]) -> str:
 def _is_driver(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__"))
     return name.startswith("lightning_amp_guard.diagnosis") and name != __name__
-
-
-def _first_arguments(frame: FrameType) -> list[Any]:
-    names = frame.f_code.co_varnames[: min(frame.f_code.co_argcount, 1)]
-    return [frame.f_locals[name] for name in names if name in frame.f_locals]
 
 
 def _written(function: Any) -> Place:
