@@ -63,6 +63,7 @@ __all__ = [
     "is_unscaled",
     "keep_unit_in_float32",
     "leaves_in",
+    "loader_keeps_its_place",
     "magnitudes",
     "map_tensors",
     "modules_of_unit",
@@ -327,6 +328,13 @@ def inside_batch(trainer: Any) -> bool:
     """Return whether the training loop is between a batch's start and the end of its step."""
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     return bool(total.ready != total.processed)
+
+
+def loader_keeps_its_place(trainer: Any) -> bool:
+    """Return whether a training loader has a state of its own, which Lightning restores."""
+    combined = trainer.fit_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    return any([hasattr(x, "state_dict") and hasattr(x, "load_state_dict") for x in loaders])
 
 
 def is_log_step(trainer: Any) -> bool:

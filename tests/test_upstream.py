@@ -1030,6 +1030,33 @@ def test_inside_batch_lasts_until_the_step_is_over():
     )
 
 
+def test_loader_keeps_its_place_if_it_has_a_state_of_its_own():
+    class Keeps(list):
+        state = None
+
+        def state_dict(self):
+            return {"at": 1}
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    class Model(Line):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch["a"])
+
+    trainer = make_trainer(Bf16())
+    assert not _upstream.loader_keeps_its_place(trainer)
+    for loader, keeps in ((batches(1), False), (Keeps(batches(1)), True)):
+        trainer = make_trainer(Bf16())
+        trainer.fit(Model(), {"a": batches(1), "b": loader})
+        said = "`FitLoop._combined_loader` no longer holds the training loaders in `flattened`."
+        assert _upstream.loader_keeps_its_place(trainer) == keeps, said
+        trainer.fit_loop._combined_loader._load_state_dicts([{"at": 2}] * keeps)
+        assert getattr(loader, "state", None) == ({"at": 2} if keeps else None), (
+            "Lightning no longer restores a loader that has `state_dict` and `load_state_dict`."
+        )
+
+
 @pytest.mark.parametrize("module", [Line, ManualLine])
 def test_is_log_step_follows_the_loggers(module, tmp_path):
     def ask(trainer):

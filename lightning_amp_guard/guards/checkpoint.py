@@ -22,7 +22,8 @@ from lightning_amp_guard.state import (
     read_scaler_state,
     read_tally,
 )
-from lightning_amp_guard.step.window_state import SavedWindow, save_window
+from lightning_amp_guard.step.attempt import AttemptEngine
+from lightning_amp_guard.step.window_state import SavedWindow, lost_in_batch, save_window
 
 __all__ = ["ScalerCheckpoint"]
 
@@ -61,32 +62,44 @@ class ScalerCheckpointCore(GuardCore):
         return entry
 
     def _window(self, host: Host) -> dict[str, Any] | None:
-        if not self.window_gradients or host.engine is None:
+        engine, trainer = host.engine, host.trainer
+        if engine is None:
             return None
-        if host.engine.reopen is not None:
-            return host.engine.reopen.saved
-        lost = self._why_lost(host)
-        if lost is None:
-            return save_window(host.engine, host.parameter_names())
-        if host.engine.windows.unstepped() and not self._warned:
-            self._warned = True
-            host.warn(
-                "`ScalerCheckpoint`: a checkpoint is written inside an accumulation window"
-                f" {lost}, so the gradients accumulated so far are not in it. A run resumed from it"
-                " begins the window anew, with fewer micro-batches. Save after a step"
-                " to keep windows whole."
+        fitting = trainer is not None and _upstream.is_fitting(trainer)
+        inside = fitting and _upstream.inside_batch(trainer)
+        if inside:
+            self._warn_of_batch(host, trainer, engine)
+        if self.window_gradients and engine.reopen is not None:
+            return engine.reopen.saved
+        if inside or not self.window_gradients:
+            return None
+        if trainer is None or trainer.world_size == 1:
+            return save_window(engine, host.parameter_names())
+        if engine.windows.unstepped():
+            self._warn_once(
+                host,
+                "a checkpoint is written inside an accumulation window on several processes, which"
+                " hold different gradients, so the gradients accumulated so far are not in it. A run"
+                " resumed from it begins the window anew, with fewer micro-batches. Save after a"
+                " step to keep windows whole.",
             )
         return None
 
-    @staticmethod
-    def _why_lost(host: Host) -> str | None:
-        if host.trainer is None:
-            return None
-        if host.trainer.world_size > 1:
-            return "on several processes, which hold different gradients"
-        if _upstream.is_fitting(host.trainer) and _upstream.inside_batch(host.trainer):
-            return "in the middle of a batch"
-        return None
+    def _warn_of_batch(self, host: Host, trainer: Any, engine: AttemptEngine) -> None:
+        moved_on = _upstream.loader_keeps_its_place(trainer)
+        if lost := lost_in_batch(engine, _upstream.batch_number(trainer), moved_on):
+            at = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
+            self._warn_once(
+                host,
+                f"a checkpoint is written in the middle of a batch ({at}). In a run that is resumed"
+                f" from it {', and '.join(lost)}. Save between batches, or resume from a"
+                " checkpoint that was written there, to go on exactly.",
+            )
+
+    def _warn_once(self, host: Host, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            host.warn(f"`ScalerCheckpoint`: {text}")
 
     def stock_entry(self, host: Host) -> dict[str, Any] | None:
         """Return torch's five values as stock Lightning reads them, so that it can resume."""

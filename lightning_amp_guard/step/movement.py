@@ -49,6 +49,10 @@ class ScaleMovement:
         """Learn that an attempt was applied."""
         self.applied_in_batch = True
 
+    def applied_within(self, number: int) -> bool:
+        """Return whether an attempt was applied in the batch of that running number, now under way."""
+        return self.applied_in_batch or self._counted == number
+
     def overflowed(self, *, answered: bool) -> None:
         """Back off at once. Host sync: none.
 

@@ -17,7 +17,7 @@ from lightning_amp_guard.step.attempt import AttemptEngine
 from lightning_amp_guard.step.lanes import Cell, Stage
 from lightning_amp_guard.step.windows import GradientWindows
 
-__all__ = ["SavedWindow", "save_window"]
+__all__ = ["SavedWindow", "lost_in_batch", "save_window"]
 
 
 def save_window(engine: AttemptEngine, names: dict[int, str]) -> dict[str, Any] | None:
@@ -45,6 +45,27 @@ def save_window(engine: AttemptEngine, names: dict[int, str]) -> dict[str, Any] 
         ],
         "batch": batch,
     }
+
+
+def lost_in_batch(engine: AttemptEngine, number: int, loader_moved_on: bool) -> list[str]:
+    """Return what a checkpoint in the middle of a batch loses, as clauses; empty for nothing.
+
+    Lightning counts the batch as not done and repeats it, unless the loader keeps its own place and
+    has handed it out already.
+
+    Args:
+        engine: The engine in the middle of the batch.
+        number: The batch's running number.
+        loader_moved_on: Whether the loader restores its own place.
+    """
+    lost = []
+    if loader_moved_on:
+        lost.append("this batch is not seen again, for the loader has handed it out")
+    elif engine.movement.applied_within(number):
+        lost.append("this batch is seen again, though an update with it is in the weights")
+    if engine.windows.unstepped():
+        lost.append("the open accumulation window begins anew, with fewer micro-batches")
+    return lost
 
 
 def _row(cells: list[Cell], windows: GradientWindows) -> list[Any]:

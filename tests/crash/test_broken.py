@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -138,6 +138,43 @@ def test_exception_in_a_hook_leaves_everything_ready(place, tmp_path):
     assert (said is None) == (f"{place.owner}.{place.name}" in UNREACHED)
     if said is not None:
         break_and_resume(setup, tmp_path / "after", late, lambda seen: seen)
+
+
+# ---------------------------------------------------------------------- saved as it broke
+
+MIDDLE = [
+    Break("callback", "on_train_batch_start"),
+    Break("module", "training_step"),
+    Break("backward", "the first layer's", out_of_memory),
+    Break("module", "on_before_optimizer_step"),
+    Break("plugin", "optimizer_step", late=True),
+    Break("callback", "on_train_batch_end"),
+    Break("module", "training_step", terminated),
+    Break("module", "validation_step"),
+    Break("callback", "on_train_epoch_end"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
+@pytest.mark.parametrize("name", ["sgd", "adamw, accumulation", "manual, two"])
+@pytest.mark.parametrize("place", MIDDLE, ids=str)
+def test_checkpoint_of_the_exception_itself_is_exact_or_says_what_it_lost(name, place, tmp_path):
+    counter = Bomb()
+    with built(SETUPS[name], tmp_path / "whole", place, counter) as parts:
+        trail = dict(fit(parts).model.trail)
+    for at in (counter.seen // 2, counter.seen // 2 + 1):
+        folder = tmp_path / str(at)
+        with built(SETUPS[name], folder, place, Bomb(place.act, at)) as parts:
+            parts.trainer.callbacks.append(OnExceptionCheckpoint(folder, "broken"))
+            with pytest.raises(RAISED[place.act]):
+                fit(parts)
+            done, said = max(parts.model.trail, default=-1) + 1, " ".join(parts.said)
+        with built(SETUPS[name], folder, place, Bomb(), seed=2) as parts:
+            resumed = fit(parts, folder / "broken.ckpt").model.trail
+        lost = resumed != {number: seen for number, seen in trail.items() if number >= done}
+        # a batch whose callback failed at its end is done, and only the trail has not seen it
+        lost &= place.name != "on_train_batch_end"
+        assert ("this batch is not seen again" in said) == lost
 
 
 # ---------------------------------------------------------------------- seeded breaks
