@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.scale_policy import ScalePolicy
 from lightning_amp_guard.settings import ScaleSettings, flag
 from lightning_amp_guard.state import read_scaler_state
@@ -42,6 +43,7 @@ class BoundedGradScaler(torch.amp.GradScaler):
     costs nothing.
     """
 
+    @names_its_class
     def __init__(
         self,
         device: str = "cuda",

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from typing_extensions import Self
 
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.settings import flag
@@ -80,6 +81,7 @@ class GuardCore:
     name = "Guard"
     takes_late_outcomes = False  # does it ask the host to `settle` before it needs an outcome?
 
+    @names_its_class
     def __init__(self, enabled: bool = True) -> None:
         super().__init__()
         self.enabled = flag(type(self).__name__, "enabled", enabled)

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import callbacks as lightning_callbacks
 
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host, InstancePatch
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 from lightning_amp_guard.state import read_flag_pairs
 
@@ -25,6 +26,7 @@ class AveragingGateCore(GuardCore):
     averaging: tuple[type, ...] = ()
     swa: tuple[type, ...] = ()
 
+    @names_its_class
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
         self._patches: list[InstancePatch] = []

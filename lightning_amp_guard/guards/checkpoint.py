@@ -10,6 +10,7 @@ from typing import Any
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepTally
 from lightning_amp_guard.scale_policy import float32
 from lightning_amp_guard.settings import flag
@@ -38,6 +39,7 @@ class ScalerCheckpointCore(GuardCore):
 
     name = "ScalerCheckpoint"
 
+    @names_its_class
     def __init__(self, window_gradients: bool = True, enabled: bool = True) -> None:
         super().__init__(enabled)
         self.window_gradients = flag(type(self).__name__, "window_gradients", window_gradients)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 
 __all__ = ["DtypeGuard"]
@@ -32,6 +33,7 @@ class DtypeGuardCore(GuardCore):
     name = "DtypeGuard"
     takes_late_outcomes = True
 
+    @names_its_class
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
         self._unseen: set[int] = set()

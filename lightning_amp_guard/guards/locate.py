@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning_amp_guard.diagnosis.batch import scan_batch
 from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
 
 __all__ = ["NonFiniteLocator"]
@@ -48,6 +49,7 @@ class NonFiniteLocatorCore(GuardCore):
 
     name = "NonFiniteLocator"
 
+    @names_its_class
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
         #: What the last watched step has found, if anything.

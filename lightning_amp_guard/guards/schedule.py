@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host, InstancePatch
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 from lightning_amp_guard.state import read_flag_pairs
 
@@ -44,6 +45,7 @@ class SchedulerGateCore(GuardCore):
     name = "SchedulerGate"
     takes_late_outcomes = True
 
+    @names_its_class
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
         self._turns: list[tuple[Any, Turn]] = []  # by identity: schedulers may define __eq__

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import ScaledGradientError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.settings import choice
 from lightning_amp_guard.step.lanes import Cell, Lane
 
@@ -22,6 +23,7 @@ class UnscaleGuardCore(GuardCore):
 
     name = "UnscaleGuard"
 
+    @names_its_class
     def __init__(
         self,
         on_violation: Literal["error", "warn", "ignore"] = "error",

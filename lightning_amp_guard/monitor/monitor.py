@@ -23,6 +23,7 @@ from lightning_amp_guard.monitor.records import Baseline
 from lightning_amp_guard.monitor.rules.registry import find
 from lightning_amp_guard.monitor.run import MonitoredRun
 from lightning_amp_guard.monitor.summary import show, summarize
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 from lightning_amp_guard.settings import flag, refuse, whole
 
@@ -34,6 +35,7 @@ LEDGER = "amp_ledger.jsonl"
 class AmpMonitorCore:
     """See `AmpMonitor`; free of the Lightning namespace whose callback it becomes."""
 
+    @names_its_class
     def __init__(
         self,
         *,

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardWarning
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.plugin.scaler_choice import choose_scaler
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.settings import AmpSettings, ScaleSettings, refuse
@@ -23,6 +24,7 @@ class Configuration:
 
     misconfiguration: ClassVar[type[Exception]]
 
+    @names_its_class
     def __init__(
         self,
         precision: Literal["16-mixed", "bf16-mixed", "auto"] = "16-mixed",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 from lightning_amp_guard.settings import flag
 from lightning_amp_guard.state import is_count, read
@@ -49,6 +50,7 @@ class TokenClockCore(GuardCore):
     name = "TokenClock"
     takes_late_outcomes = True
 
+    @names_its_class
     def __init__(
         self,
         count: Callable[[Any], int | Tensor] | None = None,
