@@ -14,7 +14,7 @@ PACKAGE = "lightning_amp_guard"
 LAYERS = (
     {"errors"},
     {"outcome"},
-    {"_upstream", "settings", "state", "named_arguments"},
+    {"_upstream", "settings", "state", "named_arguments", "misplaced"},
     {"testing"},
     {"scale_policy", "plugin.fp32_scope", "step.anomaly", "step.ranks"},
     {"scaler_base"},

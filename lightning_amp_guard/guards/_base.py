@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from typing_extensions import Self
 
+from lightning_amp_guard.misplaced import RefusedOnClass, SilentOnClass, as_callback
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
@@ -138,7 +139,9 @@ class GuardSetup:
 
     misconfiguration: ClassVar[type[Exception]] = MisconfigurationException
     namespace: ClassVar[str] = "lightning_amp_guard"
+    on_exception = SilentOnClass()
 
+    @RefusedOnClass
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse to run without a plugin that drives guards.
 
@@ -162,6 +165,10 @@ class GuardSetup:
             f" plugin is {seen}, which does not drive it. Expected the plugin and the guards from one"
             f" place. {remedy}"
         )
+
+    def __repr__(self) -> str:
+        """Return the line that puts it where it belongs."""
+        return as_callback(self, "plugins=[SafeAMP()], ")
 
 
 class Guard(GuardCore, GuardSetup, Callback):

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardWarning
+from lightning_amp_guard.misplaced import RefusedOnClass, SilentOnClass, as_callback
 from lightning_amp_guard.monitor import view
 from lightning_amp_guard.monitor.findings import Finding
 from lightning_amp_guard.monitor.ledger.file import read_run, write_facts
@@ -73,6 +74,7 @@ class AmpMonitorCore:
 
     # ------------------------------------------------------------------ when
 
+    @RefusedOnClass
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget what the former fit's checkpoint lacked."""
         self._lost_scaler = ""
@@ -188,6 +190,7 @@ class AmpMonitorCore:
             show(summarize(trainer, self._run, self.findings))
         self._close()
 
+    @SilentOnClass
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Report what has been found, and leave nothing behind."""
         try:
@@ -272,6 +275,10 @@ class AmpMonitorCore:
             self._run.close()
             self._saved = self._run.state()
         self._forget_fit()
+
+    def __repr__(self) -> str:
+        """Return the line that puts it where it belongs."""
+        return as_callback(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings; what belongs to a running fit stays behind."""

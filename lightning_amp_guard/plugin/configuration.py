@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardWarning
+from lightning_amp_guard.misplaced import PluginClass
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.plugin.scaler_choice import choose_scaler
 from lightning_amp_guard.scaler import SkipAwareGradScaler
@@ -19,7 +20,7 @@ from lightning_amp_guard.settings import AmpSettings, ScaleSettings, refuse
 __all__ = ["Configuration"]
 
 
-class Configuration:
+class Configuration(metaclass=PluginClass):
     """Checks the arguments, keeps them, and settles those that depend on the run; see `SafeAMP`."""
 
     misconfiguration: ClassVar[type[Exception]]
