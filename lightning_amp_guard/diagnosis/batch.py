@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp_guard.diagnosis.arguments import check_batch
 from lightning_amp_guard.diagnosis.leaves import as_text, is_array, leaves_of
 
-__all__ = ["BadField", "BatchReport", "scan_batch"]
+__all__ = ["BadField", "BatchReport", "scan", "scan_batch"]
 
 _SHOWN = 10
 _NEVER = 2**62  # stands for "no bad sample"
@@ -117,6 +118,9 @@ def scan_batch(batch: Any) -> BatchReport:
     Args:
         batch: Anything that a data loader yields.
 
+    Raises:
+        TypeError: `batch` is the loader itself, a data set, an iterator, a module or a class.
+
     Host sync: one per device (sparse tensors may add some of torch's own).
     Memory: about 16 MiB of temporaries, or one sample's.
 
@@ -127,6 +131,12 @@ def scan_batch(batch: Any) -> BatchReport:
         >>> bool(scan_batch({"x": torch.ones(3)}))
         False
     """
+    check_batch("scan_batch", batch, "scan_batch({})")
+    return scan(batch)
+
+
+def scan(batch: Any) -> BatchReport:
+    """Do as `scan_batch`, and take whatever a training step was given for a batch."""
     seen = list(leaves_of(batch))
     rows: dict[torch.device, list[Tensor]] = {}
     for _, value in seen:

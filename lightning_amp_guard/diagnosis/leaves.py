@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Path", "as_text", "is_array", "leaves_of"]
+__all__ = ["Path", "as_text", "ends_of", "is_array", "leaves_of"]
 
 # The path to the container (`None` for the batch itself), and what leads on from there.
 Path: TypeAlias = "tuple[Path | None, str]"
@@ -22,6 +22,7 @@ _PASSED = (
     *(type(None), int, str, bytes, bytearray, range, type, torch.dtype, torch.device),
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, Module, Dataset, DataLoader),
 )
+_ENDS = (Tensor, float, complex, *_PASSED)
 _NUMBERS = {float, complex, int, bool}
 _READABLE = (str, int, float, bytes, tuple)  # keys that are shown as they are written
 
@@ -39,16 +40,27 @@ def leaves_of(batch: Any) -> Iterator[tuple[Path, Any]]:
         >>> [(as_text(path), value) for path, value in leaves_of({"x": [1.0, 2], "y": (3, "a")})]
         [("batch['x']", [1.0, 2])]
     """
-    known: dict[int, Any] = {}  # the values too, so that no `id` is used again
-    todo: list[tuple[Path, Any]] = [((None, "batch"), batch)]
-    while todo:
-        path, value = todo.pop()
+    for path, value in ends_of(batch):
         if isinstance(value, Tensor):
             if _has_numbers(value):
                 yield path, value
         elif isinstance(value, (float, complex)) or _is_row(value) or _is_float_array(value):
             yield path, value
-        elif not isinstance(value, _PASSED) and id(value) not in known:
+
+
+def ends_of(batch: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield path and value of all that is not searched any further: numbers, strings, data sets, ...
+
+    Args:
+        batch: Anything that a data loader yields.
+    """
+    known: dict[int, Any] = {}  # the values too, so that no `id` is used again
+    todo: list[tuple[Path, Any]] = [((None, "batch"), batch)]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, _ENDS) or _is_row(value) or _is_plain_array(value):
+            yield path, value
+        elif id(value) not in known:
             known[id(value)] = value
             parts = [((path, step), part) for step, part in _parts(value)]
             todo += reversed(parts)
@@ -83,6 +95,10 @@ def _is_row(value: Any) -> bool:
         return False
     kinds = {type(number) for number in value}
     return kinds <= _NUMBERS and bool(kinds & {float, complex})
+
+
+def _is_plain_array(value: Any) -> bool:
+    return is_array(value) and not (value.dtype.names or value.dtype.hasobject)
 
 
 def _is_float_array(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_amp_guard.diagnosis.batch import scan_batch
+from lightning_amp_guard.diagnosis.batch import scan
 from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.named_arguments import names_its_class
@@ -204,7 +204,7 @@ def _outlasts(host: Host, trouble: _Trouble, culprit: Culprit, outcome: StepOutc
 
 
 def _bad_fields(batch: Any) -> str:
-    report = scan_batch(batch)
+    report = scan(batch)
     return str(report) if report else ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_amp_guard.diagnosis.batch import scan_batch
+from lightning_amp_guard.diagnosis.batch import scan
 from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.monitor.records import WINDOW
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
@@ -154,7 +154,7 @@ class Suspicion:
 
 
 def _bad_fields(batch: Any) -> str:
-    report = scan_batch(batch)
+    report = scan(batch)
     return str(report) if report else ""
 
 

@@ -286,9 +286,9 @@ def test_drift_worked_out_by_hand():
     ("kwargs", "error", "part"),
     [
         ({"data": []}, ValueError, "`batches` is empty"),
-        ({"data": torch.ones(4, 16)}, TypeError, "write `[batch]`"),
-        ({"data": {"x": torch.ones(4, 16)}}, TypeError, "`batches` is one dict"),
-        ({"data": 3}, TypeError, "`batches` is one int"),
+        ({"data": torch.ones(4, 16)}, TypeError, "write `recommend_precision(module, [batch])`"),
+        ({"data": {"x": torch.ones(4, 16)}}, TypeError, "`batches` is a `dict`"),
+        ({"data": 3}, TypeError, "`batches` is a `int`"),
         ({"steps": 1}, ValueError, "`steps=1`: expected at least 2"),
         ({"lr": -1.0}, ValueError, "`lr=-1.0`"),
         ({"scale": math.inf}, ValueError, "`scale=inf`"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_amp_guard.diagnosis.arguments import check_positive, check_whole
+from lightning_amp_guard.diagnosis.arguments import check_positive, check_step, check_whole
 from lightning_amp_guard.diagnosis.compare.comparison import (
     ComparisonReport,
     LayerReport,
@@ -88,7 +88,8 @@ def compare_precisions(
     Raises:
         ValueError: an argument out of range, an unknown `output`, a module that cannot be copied, or
             a step without a scalar loss.
-        TypeError: an argument of another type, or neither `training_step` nor `loss_fn`.
+        TypeError: an argument of another type (a loader for the batch), or neither `training_step`
+            nor `loss_fn`.
 
     Host sync: many; it is no part of training. Memory: two copies of the module and, while the
     other rungs run, float32's gradients.
@@ -99,6 +100,7 @@ def compare_precisions(
         >>> report.healthy, len(report.rung("16-mixed").losses)
         (True, 5)
     """
+    check_step("compare_precisions", module, batch)
     check_whole("steps", steps, at_least=1)
     check_positive("scale", scale)
     if lr is not None:

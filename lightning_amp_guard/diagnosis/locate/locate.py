@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_amp_guard.diagnosis.arguments import check_positive
+from lightning_amp_guard.diagnosis.arguments import check_positive, check_step
 from lightning_amp_guard.diagnosis.locate.blame import blamed, described
 from lightning_amp_guard.diagnosis.locate.finding import NonFiniteReport
 from lightning_amp_guard.diagnosis.locate.prepare import (
@@ -72,7 +72,8 @@ def locate_nonfinite(
 
     Raises:
         ValueError: an unknown precision, a bad scale, or a step without a scalar loss.
-        TypeError: neither `training_step` nor `loss_fn`, or a scale that is no number.
+        TypeError: `module` is none, `batch` is a loader, the scale no number, or there is neither
+            `training_step` nor `loss_fn`.
 
     Host sync: one per operator. Memory: two copies of the module's tensors meanwhile.
 
@@ -84,6 +85,7 @@ def locate_nonfinite(
         >>> print(report.remedy)
         Keep away from the edge: `x / y.clamp(min=1e-6)`.
     """
+    check_step("locate_nonfinite", module, batch)
     check_positive("scale", scale)
     autocast(precision, "cpu")  # raises for an unknown precision
     with undisturbed(module):

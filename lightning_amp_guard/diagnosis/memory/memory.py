@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.diagnosis.arguments import check_batch, check_module
 from lightning_amp_guard.diagnosis.memory.optimizer_state import ParamSize, kind_of, state_bytes
 from lightning_amp_guard.diagnosis.memory.saved import TRUE_PRECISIONS, saved_bytes
 from lightning_amp_guard.diagnosis.replay.replay import LossFn
@@ -123,7 +124,7 @@ def estimate_memory(
 
     Raises:
         ValueError: unknown precision or optimizer, a negative count, a lazy parameter, or no loss.
-        TypeError: `module_or_count` is neither, or a batch was given with a count.
+        TypeError: `module_or_count` is neither, `batch` is a loader, or it was given with a count.
 
     Host sync: none without a batch.
 
@@ -137,6 +138,7 @@ def estimate_memory(
           total                     1,600.00 GB
     """
     precision = _checked_precision(precision)
+    _check_given(module_or_count, batch)
     if isinstance(module_or_count, Module):
         report = _of_module(module_or_count, optimizer, precision)
         if batch is None:
@@ -200,6 +202,12 @@ def _name(optimizer: Any) -> str:
     if isinstance(optimizer, str):
         return optimizer
     return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
+
+
+def _check_given(module_or_count: Any, batch: Any) -> None:
+    if isinstance(module_or_count, type) or isinstance(batch, Module):
+        check_module("estimate_memory", module_or_count, batch)
+    check_batch("estimate_memory", batch, "estimate_memory(module, batch={})")
 
 
 def _checked_precision(precision: Any) -> str:

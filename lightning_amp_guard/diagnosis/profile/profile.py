@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.diagnosis.arguments import check_step
 from lightning_amp_guard.diagnosis.profile.autocast_rules import (
     is_missed,
     is_ruleless,
@@ -71,7 +72,7 @@ def profile_dtypes(
 
     Raises:
         ValueError: an unknown precision, or a step without a scalar loss.
-        TypeError: neither `training_step` nor `loss_fn`.
+        TypeError: `module` is none, `batch` is a loader, or neither `training_step` nor `loss_fn`.
 
     Host sync: several; it is no part of training.
 
@@ -81,6 +82,7 @@ def profile_dtypes(
         >>> [(row.dtype, row.calls) for row in report.rows if row.op == "aten::addmm"]
         [('float16', 1)]
     """
+    check_step("profile_dtypes", module, batch)
     where = device if device is not None else device_of(module)
     kind = torch.device(where or torch.accelerator.current_accelerator() or "cpu").type
     log = CallLog(module, kind)

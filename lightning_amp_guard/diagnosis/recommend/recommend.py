@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.data import Dataset
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.diagnosis.arguments import check_positive, check_whole
+from lightning_amp_guard.diagnosis.arguments import (
+    check_batch,
+    check_module,
+    check_positive,
+    check_whole,
+    kind_of,
+)
 from lightning_amp_guard.diagnosis.compare.compare import compare_precisions
 from lightning_amp_guard.diagnosis.compare.comparison import ComparisonReport
 from lightning_amp_guard.diagnosis.compare.rungs import FLOAT32, MakeOptimizer, Program
@@ -83,6 +90,7 @@ def recommend_precision(
         >>> found.precision in ("32-true", "bf16-mixed", "16-mixed")
         True
     """
+    check_module("recommend_precision", module, batches, "batches")
     check_whole("steps", steps, at_least=2)
     check_positive("scale", scale)
     if lr is not None:
@@ -111,14 +119,23 @@ def recommend_precision(
 
 
 def _first(batches: Any, count: int) -> Sequence[Any]:
-    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+    one = isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable)
+    if one or isinstance(batches, (Module, Dataset, type)):
+        remedy = "For a single batch write `recommend_precision(module, [batch])`."
+        if isinstance(batches, Dataset):
+            remedy = "Write `recommend_precision(module, DataLoader(dataset, batch_size=4))`."
+        elif callable(getattr(type(batches), "train_dataloader", None)):
+            remedy = "Write `recommend_precision(module, datamodule.train_dataloader())`."
         raise TypeError(
-            f"`batches` is one {type(batches).__name__}. Expected a list or loader of batches. For a"
-            " single batch write `[batch]`."
+            f"`recommend_precision(batches=...)`: `batches` is {kind_of(batches)}. Expected a list or"
+            f" loader of batches. {remedy}"
         )
     found = list(islice(iter(batches), count))
     if not found:
         raise ValueError("`batches` is empty. Expected at least one batch.")
+    check_batch(
+        "recommend_precision", found[0], "recommend_precision(module, loader)", "batches[0]"
+    )
     return found
 
 
