@@ -444,11 +444,38 @@ def test_text_is_in_decimal_units():
         "  master_weights                0.00 GB\n"
         "  gradients                   400.00 GB\n"
         "  optimizer_state             800.00 GB\n"
+        "  activations           not measured\n"
+        "  -------------------------------------\n"
         "  total                     1,600.00 GB"
     )
     assert "  total                        12.93 kB" in str(estimate_memory(net()))
     assert "  weights                         40 bytes" in str(estimate_memory(10))
     assert str(estimate_memory(0)).endswith("0 bytes")
+
+
+def test_rows_of_the_text_add_up_to_the_total_and_parts_of_a_row_are_marked():
+    report = estimate_memory(net(), batch=torch.ones(2, 16), loss_fn=lambda m, x: m(x).sum())
+    _, *rows, rule, total = str(report).splitlines()
+    parts = [row for row in rows if row.startswith("    of it ")]
+    own = [row for row in rows if row not in parts]
+    assert set(rule.strip()) == {"-"}
+    assert [row.split()[0] for row in own] == [
+        "weights",
+        "master_weights",
+        "gradients",
+        "optimizer_state",
+        "activations",
+        "casts",
+    ]
+    # 100 bytes would show in the rounded figures
+    assert sum(float(row.split()[1]) for row in own) == pytest.approx(
+        float(total.split()[1]), abs=0.05
+    )
+    assert rows.index(parts[0]) == rows.index(own[4]) + 1
+    sizes = [float(row.split()[3]) for row in parts]
+    assert sum(sizes) == pytest.approx(float(own[4].split()[1]), abs=0.02)
+    assert [row.split()[2] for row in parts] == [*report.activations_by_dtype]
+    assert "not measured" not in str(report)
 
 
 @pytest.mark.parametrize(

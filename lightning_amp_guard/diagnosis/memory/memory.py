@@ -79,19 +79,31 @@ class MemoryReport:
             "optimizer_state": self.optimizer_state,
         }
         if self.activations_by_dtype is not None:
-            flat |= {"activations": self.activations or 0, "casts": self.casts or 0}
+            flat |= {"activations": self.activations or 0}
             flat |= {f"activations_{name}": n for name, n in self.activations_by_dtype.items()}
+            flat |= {"casts": self.casts or 0}
         return {**flat, "total": self.total}
 
     def __str__(self) -> str:
         power = min(3, int(math.log10(max(1, self.total))) // 3)
+
+        def line(name: str, size: int) -> str:
+            value = f"{size:,}" if power == 0 else f"{size / 1000**power:,.2f}"
+            return f"  {name:<20}{value:>14} {_UNITS[power]}"
+
         lines = [
             f"{self.parameters:,} parameters, {self.trained:,} of them trained,"
             f" {self.optimizer}, {self.precision}:"
         ]
         for name, size in self.to_dict().items():
-            value = f"{size:,}" if power == 0 else f"{size / 1000**power:,.2f}"
-            lines.append(f"  {name:<20}{value:>14} {_UNITS[power]}")
+            dtype = name.removeprefix("activations_")
+            if dtype != name:  # a part of the row of `activations`
+                name = f"  of it {dtype}"
+            elif name == "total":
+                if self.activations_by_dtype is None:
+                    lines.append(f"  {'activations':<20}{'not measured':>14}")
+                lines.append("  " + "-" * (len(lines[1]) - 2))
+            lines.append(line(name, size))
         return "\n".join(lines)
 
 
@@ -135,6 +147,8 @@ def estimate_memory(
           master_weights                0.00 GB
           gradients                   400.00 GB
           optimizer_state             800.00 GB
+          activations           not measured
+          -------------------------------------
           total                     1,600.00 GB
     """
     precision = _checked_precision(precision)
