@@ -63,7 +63,7 @@ def test_report_draws_the_picture_and_prints_a_table(capsys):
         "  run            SafeAMP, 16-mixed on cpu",
         "  throughput     512 samples/s",
         "  peak memory    300 MiB",
-        "  attempts       3: 2 applied, 1 skipped (1 non-finite gradients)",
+        "  attempts       3: 2 applied, 1 skipped (1 for non-finite gradients)",
         "  scale          2**10 to 2**11, then 2**10",
         "  loss           first 2, last 1",
         "  gradient norm  first inf, last 2.5; 1 inf or NaN",
@@ -76,7 +76,7 @@ def test_report_of_several_optimizers_counts_each(capsys, monkeypatch):
     monkeypatch.setattr(cli, "draw_report", lambda run, path: None)
     rows = [*ROWS, *(replace(row, optimizer=1, applied=True, reason=None) for row in ROWS)]
     _, out, _ = run(capsys, "report", ledger("a.jsonl", rows))
-    assert "  optimizer 0    3: 2 applied, 1 skipped (1 non-finite gradients)\n" in out
+    assert "  optimizer 0    3: 2 applied, 1 skipped (1 for non-finite gradients)\n" in out
     assert "  optimizer 1    3: 3 applied, 0 skipped\n" in out
     assert "drawn to amp_report.png" in out
 

@@ -12,7 +12,15 @@ from itertools import zip_longest
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.settings import ScaleSettings
 
-__all__ = ["KEYS", "LOG_KEYS", "FitMetrics", "SkipWatch", "expected_share", "tallies_since"]
+__all__ = [
+    "KEYS",
+    "LOG_KEYS",
+    "FitMetrics",
+    "SkipWatch",
+    "expected_share",
+    "search_skips",
+    "tallies_since",
+]
 
 KEYS = (
     "amp/scale",
@@ -53,6 +61,25 @@ def expected_share(settings: ScaleSettings | None) -> float:
     if settings is None or not settings.dynamic:
         return 0.0
     return settings.hysteresis / (settings.growth_interval + settings.hysteresis)
+
+
+def search_skips(scales: Sequence[float], backoff_factor: float) -> int:
+    """Return how many overflows of one optimizer take the scale from its highest to its lowest value.
+
+    Below a scale of 16 no search is at work any more.
+
+    Args:
+        scales: The lowest and the highest scale.
+        backoff_factor: What an overflow multiplies the scale by.
+
+    Example:
+        >>> search_skips((2.0**14, 2.0**24), 0.5), search_skips((1.0, 64.0), 0.5)
+        (10, 2)
+    """
+    low, high = max(scales[0], _LEAST_ORDINARY_SCALE), scales[1]
+    if not low < high < math.inf:
+        return 0
+    return math.ceil(math.log(low / high) / math.log(backoff_factor) - 1e-9)
 
 
 def tallies_since(now: Sequence[StepTally], before: Sequence[StepTally]) -> list[StepTally]:

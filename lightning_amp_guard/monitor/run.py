@@ -129,6 +129,11 @@ class MonitoredRun:
             return 1.0 / (self.scaler.get_growth_interval() + 1)
         return expected_share(self.settings)
 
+    @property
+    def backoff_factor(self) -> float:
+        """What an overflow multiplies the scale by; 0.5 without one."""
+        return 0.5 if self.scaler is None else float(self.scaler.get_backoff_factor())
+
     def close(self) -> None:
         """Listen no more."""
         self.suspicion.close()

@@ -52,7 +52,7 @@ def _facts(run: Baseline) -> list[tuple[str, str]]:
 
 def _counts(lane: Sequence[Row]) -> str:
     skips = Counter(reason_text(row.reason) for row in lane if not row.applied)
-    by_reason = ", ".join(f"{n:,} {reason}" for reason, n in skips.most_common())
+    by_reason = ", ".join(f"{n:,} for {reason}" for reason, n in skips.most_common())
     text = f"{len(lane):,}: {len(lane) - skips.total():,} applied, {skips.total():,} skipped"
     return f"{text} ({by_reason})" if by_reason else text
 

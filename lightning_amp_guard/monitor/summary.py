@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.monitor import view
 from lightning_amp_guard.monitor.findings import Finding
-from lightning_amp_guard.monitor.metrics import tallies_since
+from lightning_amp_guard.monitor.metrics import search_skips, tallies_since
 from lightning_amp_guard.monitor.run import MonitoredRun
 from lightning_amp_guard.outcome import SkipReason, StepTally
 
@@ -28,7 +28,7 @@ _TITLE = "Mixed precision in this fit"
 _CAUSES = {
     SkipReason.NONFINITE_GRADIENTS: "non-finite gradients",
     SkipReason.NONFINITE_LOSS: "non-finite loss",
-    SkipReason.PARTNER_SKIPPED: "partner skipped",
+    SkipReason.PARTNER_SKIPPED: "a partner's skip",
 }
 _SCHEDULES_SHOWN = 2
 _FINDINGS_SHOWN = 7
@@ -95,6 +95,7 @@ class FitSummary:
         schedules: The step-interval schedules, and those that the module steps by hand.
         findings: Codes of the findings.
         switched: The precision that the run has gone over to by `on_limit`, which has no scale.
+        searched: Skips that the way from the highest to the lowest scale explains.
     """
 
     tally: StepTally
@@ -105,6 +106,7 @@ class FitSummary:
     schedules: Sequence[ScheduleEnd] = ()
     findings: Sequence[str] = ()
     switched: str | None = None
+    searched: int = 0
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the lines as `(label, text)`, at most nine."""
@@ -113,7 +115,7 @@ class FitSummary:
             ("attempts", f"{tally.attempted}"),
             ("applied", f"{tally.applied}"),
             ("skipped", self._skipped()),
-            ("skip share", f"{_share(tally)} (expected about {100 * self.expected:.2g} %)"),
+            ("skip share", self._judged_share()),
         ]
         if self.scales is not None:
             low, high, last = map(scale_text, self.scales)
@@ -126,11 +128,23 @@ class FitSummary:
         return [*rows, *self._schedule_rows(), ("findings", self._found() or "none")]
 
     def _skipped(self) -> str:
-        by_reason = ", ".join(f"{n} {_CAUSES[r]}" for r, n in _sorted_by_count(self.reasons))
+        by_reason = ", ".join(f"{n} for {_CAUSES[r]}" for r, n in _sorted_by_count(self.reasons))
         text = f"{self.tally.skipped}" + (f" ({by_reason})" if by_reason else "")
         if len(text) > _COLUMNS - len("  skip share  "):
-            text = text.replace("non-finite ", "").replace(" skipped", "")
+            text = text.replace("non-finite ", "")
         return text
+
+    def _judged_share(self) -> str:
+        """Say which share was skipped, and whether growth and the search for a scale explain it."""
+        tally, usual = self.tally, f"about {100 * self.expected:.2g} %" if self.expected else "none"
+        share = f"{100 * tally.skipped / max(tally.attempted, 1):.3g} %"
+        # growth's skips come at random: one, and twice the average, are none too many
+        by_growth = 1 + 2 * self.expected * tally.attempted if self.expected else 0
+        if tally.skipped <= by_growth:
+            return f"{share}, normal ({usual} is expected)"
+        if tally.skipped <= by_growth + self.searched:
+            return f"{share}, normal while the scale settles (then {usual})"
+        return f"{share}, high ({usual} is expected once the scale has settled)"
 
     def _found(self) -> str:
         codes = list(self.findings)
@@ -149,10 +163,6 @@ class FitSummary:
 
 def _sorted_by_count(reasons: Mapping[SkipReason, int]) -> list[tuple[SkipReason, int]]:
     return sorted(reasons.items(), key=lambda item: -item[1])
-
-
-def _share(tally: StepTally) -> str:
-    return f"{100 * tally.skipped / max(tally.attempted, 1):.3g} %"
 
 
 def scale_text(scale: float) -> str:
@@ -196,12 +206,13 @@ def as_table(rows: Sequence[tuple[str, str]]) -> str:
 
 def summarize(trainer: Any, run: MonitoredRun, findings: Sequence[Finding] = ()) -> FitSummary:
     """Return what the fit came to; called before the plugin takes the fit down. Host sync: none."""
-    fits, scales = tallies_since(run.tallies, run.metrics.before), None
+    fits, scales, searched = tallies_since(run.tallies, run.metrics.before), None, 0
     if run.scaler is not None:
         last, metrics = run.scale, run.metrics
         scales = (min(metrics.lowest, last), max(metrics.highest, last), last)
         if run.switched is not None:
             scales = (metrics.lowest, metrics.highest, last)
+        searched = search_skips(scales, run.backoff_factor) * len(fits)
     return FitSummary(
         StepTally.total(fits),
         StepTally.total(run.tallies),
@@ -211,6 +222,7 @@ def summarize(trainer: Any, run: MonitoredRun, findings: Sequence[Finding] = ())
         _schedule_ends(trainer, run, fits),
         [finding.code for finding in findings],
         run.switched,
+        searched,
     )
 
 

@@ -635,8 +635,8 @@ def test_the_summary_tells_the_fit(said, gate, interval, ends, ahead):
         "Mixed precision in this fit:",
         "  attempts: 6",
         "  applied: 3",
-        "  skipped: 3 (2 non-finite gradients, 1 non-finite loss)",
-        "  skip share: 50 % (expected about 25 %)",
+        "  skipped: 3 (2 for non-finite gradients, 1 for non-finite loss)",
+        "  skip share: 50 %, normal (about 25 % is expected)",
         "  scale: 2 to 8, now 2",
         *ends,
         "  findings: " + (", ".join(found) or "none"),
@@ -645,7 +645,7 @@ def test_the_summary_tells_the_fit(said, gate, interval, ends, ahead):
 
 def test_the_summary_comes_in_manual_optimization_too(said):
     fit(ManualLine([BAD]), safe(), 2, callbacks=[AmpMonitor()])
-    assert sum("skipped     1 (1 non-finite gradients)" in line for line in said) == 1
+    assert sum("skipped     1 (1 for non-finite gradients)" in line for line in said) == 1
 
 
 @pytest.mark.parametrize(

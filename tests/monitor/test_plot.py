@@ -160,7 +160,7 @@ def test_title_says_what_run_it_was_and_what_was_skipped():
     figure = build_figure(Baseline(run(), FACTS))
     assert figure.get_suptitle() == (
         "SafeAMP, 16-mixed, cpu on 2 ranks\n"
-        "8 attempts, 3 skipped (2 non-finite gradients, 1 non-finite loss)"
+        "8 attempts, 3 skipped (2 for non-finite gradients, 1 for non-finite loss)"
     )
     assert build_figure(Baseline(run()[:1])).get_suptitle() == "1 attempt, 0 skipped"
 

@@ -28,6 +28,7 @@ def summary(**changes):
         "expected": 1 / 2001,
         "scales": (2.0**20, 2.0**24, 2.0**21),
         "schedules": [ScheduleEnd("LinearLR", 40, 36)],
+        "searched": 4,
     }
     return FitSummary(**{**told, **changes})
 
@@ -36,8 +37,8 @@ FULL = """\
 Mixed precision in this fit:
   attempts           40
   applied            36
-  skipped            4 (3 non-finite gradients, 1 non-finite loss)
-  skip share         10 % (expected about 0.05 %)
+  skipped            4 (3 for non-finite gradients, 1 for non-finite loss)
+  skip share         10 %, normal while the scale settles (then about 0.05 %)
   scale              2**20 to 2**24, now 2**21
   schedule LinearLR  ends 4 short of 40 attempts
   findings           none"""
@@ -60,14 +61,14 @@ def test_nothing_scaled_and_nothing_skipped_is_said_in_short():
         ("attempts", "3"),
         ("applied", "3"),
         ("skipped", "0"),
-        ("skip share", "0 % (expected about 0 %)"),
+        ("skip share", "0 %, normal (none is expected)"),
         ("findings", "none"),
     ]
 
 
 def test_a_fit_without_attempts_has_a_summary():
     none = summary(tally=StepTally(), run=StepTally(), reasons={})
-    assert ("skip share", "0 % (expected about 0.05 %)") in none.rows()
+    assert ("skip share", "0 %, normal (about 0.05 % is expected)") in none.rows()
 
 
 def test_a_resumed_run_is_told_apart_from_the_fit():
@@ -146,14 +147,40 @@ def longest():
 
 def test_reasons_that_no_line_holds_are_said_in_short():
     # 66 columns are left beside the label
-    for count, text in (
-        (10, "30 (10 non-finite loss, 10 non-finite gradients, 10 partner skipped)"),
-        (9, "30 (9 non-finite loss, 9 non-finite gradients, 9 partner skipped)"),
+    for size, text in (
+        (65, "1234567 (1234567 for non-finite gradients, 1 for non-finite loss)"),
+        (67, "12345678 (12345678 for gradients, 1 for loss)"),
     ):
-        told = summary(tally=StepTally(40, 10, 30, 0), reasons=dict.fromkeys(SkipReason, count))
-        assert len(text) in (65, 68)
-        short = f"30 ({count} loss, {count} gradients, {count} partner)"
-        assert ("skipped", short if count == 10 else text) in told.rows()
+        count = int(text.split()[0])
+        told = summary(tally=StepTally(count, 0, count, 0), reasons={GRADIENTS: count, LOSS: 1})
+        long = f"{count} ({count} for non-finite gradients, 1 for non-finite loss)"
+        assert len(long) == size
+        assert ("skipped", text) in told.rows()
+
+
+@pytest.mark.parametrize(
+    ("attempted", "skipped", "searched", "expected", "text"),
+    [
+        # growth explains one skip, and twice 2000 / 2001 of them
+        (2001, 0, 0, 1 / 2001, "0 %, normal (about 0.05 % is expected)"),
+        (2001, 3, 0, 1 / 2001, "0.15 %, normal (about 0.05 % is expected)"),
+        (2001, 4, 0, 1 / 2001, "0.2 %, high (about 0.05 % is expected once the scale has settled)"),
+        (20, 1, 0, 1 / 2001, "5 %, normal (about 0.05 % is expected)"),
+        # the way from 2**24 to 2**14 explains ten more
+        (32, 11, 10, 1 / 501, "34.4 %, normal while the scale settles (then about 0.2 %)"),
+        (32, 12, 10, 1 / 501, "37.5 %, high (about 0.2 % is expected once the scale has settled)"),
+        # nothing grows: nothing is to be skipped
+        (32, 1, 0, 0.0, "3.12 %, high (none is expected once the scale has settled)"),
+    ],
+)
+def test_share_of_skips_is_judged(attempted, skipped, searched, expected, text):
+    told = summary(
+        tally=StepTally(attempted, attempted - skipped, skipped, 0),
+        searched=searched,
+        expected=expected,
+    )
+    assert ("skip share", text) in told.rows()
+    assert len(text) <= 66
 
 
 @pytest.mark.parametrize("schedules", [2, 9])

@@ -26,7 +26,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # 
 _REASONS = {
     SkipReason.NONFINITE_GRADIENTS.name: ("non-finite gradients", "v", "#d62728"),
     SkipReason.NONFINITE_LOSS.name: ("non-finite loss", "X", "#9467bd"),
-    SkipReason.PARTNER_SKIPPED.name: ("partner skipped", "s", "#7f7f7f"),
+    SkipReason.PARTNER_SKIPPED.name: ("a partner's skip", "s", "#7f7f7f"),
 }
 _BANDS = {"zero": "#f4c7c3", "subnormal": "#fde8c8", "normal": "#dcefdc", "overflow": "#f4c7c3"}
 _LOG_SPAN = 100.0  # values that span more are drawn on a log axis

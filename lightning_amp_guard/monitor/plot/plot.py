@@ -89,7 +89,7 @@ def build_figure(run: Baseline) -> Figure:
 
 def _title(run: Baseline) -> str:
     skips = Counter(panels.reason_text(row.reason) for row in run.rows if not row.applied)
-    by_reason = ", ".join(f"{n:,} {reason}" for reason, n in skips.most_common())
+    by_reason = ", ".join(f"{n:,} for {reason}" for reason, n in skips.most_common())
     attempts = len(run.rows)
     counts = f"{attempts:,} attempt{'s' * (attempts != 1)}, {skips.total():,} skipped"
     counts += f" ({by_reason})" if by_reason else ""
