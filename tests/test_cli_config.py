@@ -48,6 +48,19 @@ def test_yaml_builds_plugin_guards_and_monitor() -> None:
     assert kinds[UnscaleGuard] in plugin.guards
 
 
+def test_yaml_names_values_of_the_progress_bar(tmp_path: Path) -> None:
+    more = tmp_path / "more.yaml"
+    more.write_text(
+        "trainer:\n  callbacks:\n    - class_path: lightning_amp_guard.AmpMonitor\n"
+        "      init_args:\n        prog_bar: [scale, skipped_steps]\n"
+    )
+    trainer = run("--config", str(more), "--trainer.log_every_n_steps=1").trainer
+    (monitor,) = [callback for callback in trainer.callbacks if isinstance(callback, AmpMonitor)]
+    assert monitor.prog_bar == ("amp/scale", "amp/skipped_steps")
+    assert {"amp/scale", "amp/skipped_steps"} <= set(trainer.progress_bar_metrics)
+    assert "amp/grad_norm" not in trainer.progress_bar_metrics
+
+
 def test_command_line_wins_over_the_file() -> None:
     plugin = run("--trainer.plugins.init_args.init_scale", "1024").trainer.precision_plugin
     assert plugin.tally.skipped == 0

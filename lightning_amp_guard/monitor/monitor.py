@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_amp_guard.monitor.run import MonitoredRun
 from lightning_amp_guard.monitor.summary import show, summarize
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
-from lightning_amp_guard.settings import flag, refuse, whole
+from lightning_amp_guard.settings import refuse, whole
 
 __all__ = ["AmpMonitor", "AmpMonitorCore"]
 
@@ -43,7 +43,7 @@ class AmpMonitorCore:
         ledger: bool | str | os.PathLike[str] = False,
         checksum_every: int = 1,
         baseline: str | os.PathLike[str] | None = None,
-        prog_bar: bool = True,
+        prog_bar: bool | Sequence[str] = True,
         warn_after: int | None = 8,
     ) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class AmpMonitorCore:
         expected = "a whole number of attempts above 0"
         self.checksum_every = whole("AmpMonitor", "checksum_every", checksum_every, expected)
         self.baseline = None if baseline is None else _checked_path("baseline", baseline, "a path")
-        self.prog_bar = flag("AmpMonitor", "prog_bar", prog_bar)
+        self.prog_bar = _checked_names(prog_bar)
         expected = "a whole number above 0, or None for no warning"
         self.warn_after = (
             None if warn_after is None else whole("AmpMonitor", "warn_after", warn_after, expected)
@@ -164,11 +164,12 @@ class AmpMonitorCore:
         self._logged = True
         # On the host, in float64: a plain number would be moved to the module's device and be
         # read back for each logger and bar, and the host would wait every time.
-        pl_module.log_dict(
-            {k: torch.tensor(v, dtype=torch.float64, device="cpu") for k, v in values.items()},
-            prog_bar=self.prog_bar,
-            batch_size=1,
-        )
+        made = {k: torch.tensor(v, dtype=torch.float64, device="cpu") for k, v in values.items()}
+        in_bar = self.prog_bar if isinstance(self.prog_bar, tuple) else LOG_KEYS * self.prog_bar
+        for bar in (True, False):
+            some = {key: value for key, value in made.items() if (key in in_bar) is bar}
+            if some:
+                pl_module.log_dict(some, prog_bar=bar, batch_size=1)
         self._find(run)
         self._write_facts(run)
 
@@ -287,6 +288,22 @@ class AmpMonitorCore:
         return {name: value for name, value in state.items() if name not in ("log", "log_dict")}
 
 
+def _checked_names(prog_bar: Any) -> bool | tuple[str, ...]:
+    """Return the keys for the progress bar in full; `True` for all of them, `False` for none."""
+    legal = "True, False, or a list of names such as " + '["scale", "skipped_steps"]'
+    if isinstance(prog_bar, bool):
+        return prog_bar
+    listed = isinstance(prog_bar, Sequence) and not isinstance(prog_bar, str)
+    if not listed or not all([isinstance(name, str) for name in prog_bar]):
+        raise TypeError(refuse("AmpMonitor", "prog_bar", prog_bar, legal))
+    keys = tuple(f"amp/{name.removeprefix('amp/')}" for name in prog_bar)
+    if strange := [key for key in keys if key not in LOG_KEYS]:
+        names = ", ".join(repr(key.removeprefix("amp/")) for key in LOG_KEYS)
+        why = f"There is no value {strange[0]!r}; the names are {names}."
+        raise ValueError(refuse("AmpMonitor", "prog_bar", prog_bar, legal, why))
+    return keys
+
+
 def _checked_path(name: str, value: Any, expected: str) -> Any:
     if isinstance(value, (str, os.PathLike)) and str(value):
         return Path(value)
@@ -310,7 +327,8 @@ class AmpMonitor(AmpMonitorCore, Callback):
     merely slow. At log steps (`Trainer(log_every_n_steps=...)`) the values below go to the loggers
     and the progress bar, and `ModelCheckpoint` and its kind can monitor them. Findings (`AMP101` to
     `AMP113`, see `Finding`) are shown once, as an `AmpGuardWarning`, in the summary at the end, and
-    in `findings`. Nothing in the run is changed. It also audits stock `MixedPrecision`, bfloat16 and
+    in `findings`. A bar with room for a few is `prog_bar=["scale", "skipped_steps", "grad_norm"]`.
+    Nothing in the run is changed. It also audits stock `MixedPrecision`, bfloat16 and
     32-true runs, whose ledgers serve as a baseline.
 
     | key | value |
@@ -349,14 +367,17 @@ class AmpMonitor(AmpMonitorCore, Callback):
             `default_root_dir`); a path writes there.
         checksum_every: Attempts from one `param_checksum` to the next; the lines between have none.
         baseline: The ledger of a 32-true run of the same model, for AMP106, AMP110 and AMP113.
-        prog_bar: Whether the values also appear in the progress bar.
+        prog_bar: Which values also appear in the progress bar: `True` for all, `False` for none, or
+            their names in the table, with or without `amp/`: `["scale", "skipped_steps"]`. Loggers
+            get all of them.
         warn_after: Skips in a row of one optimizer, those that still search for the scale left out,
             after which to warn; a share above 10 % of the last 100 attempts warns too. `None` never
             warns.
 
     Raises:
         TypeError: An argument has the wrong type; the message names it.
-        ValueError: `warn_after` or `checksum_every` is below 1; `baseline` is no ledger.
+        ValueError: `warn_after` or `checksum_every` is below 1, `prog_bar` names no value that there
+            is; `baseline` is no ledger.
         OSError: The ledger cannot be made, or the baseline not be read.
 
     Runs: on_train_start, on_train_batch_start, on_before_backward, on_after_backward,

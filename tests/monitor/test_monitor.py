@@ -170,6 +170,30 @@ def test_progress_bar_shows_the_values_on_request(prog_bar):
     assert shown.get("amp/skipped_steps", 1.0) == 1.0
 
 
+@pytest.mark.parametrize("names", [["scale", "skipped_steps"], ("amp/skipped_steps", "scale")])
+def test_progress_bar_shows_the_named_values_and_loggers_get_all(names, tmp_path):
+    logger = CSVLogger(tmp_path)
+    monitor = AmpMonitor(prog_bar=names)
+    trainer = fit(Line([BAD]), safe(), 2, callbacks=[monitor], log_every_n_steps=1, logger=logger)
+    assert set(trainer.progress_bar_metrics) == {"amp/scale", "amp/skipped_steps"}
+    assert trainer.progress_bar_metrics["amp/skipped_steps"] == 1.0
+    assert set(SHOWN) <= set(trainer.logged_metrics)
+
+
+def test_an_empty_list_of_names_shows_none():
+    trainer = fit(Line(), safe(), 2, callbacks=[AmpMonitor(prog_bar=[])], log_every_n_steps=1)
+    assert trainer.progress_bar_metrics == {}
+    assert set(SHOWN) <= set(trainer.logged_metrics)
+
+
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"prog_bar=\['scael'\]") as caught:
+        AmpMonitor(prog_bar=["scael"])
+    assert "no value 'amp/scael'" in str(caught.value)
+    for key in LOG_KEYS:
+        assert repr(key.removeprefix("amp/")) in str(caught.value)
+
+
 def test_growth_at_the_end_of_the_batch_shows_in_its_scale():
     plugin = SafeAMP(init_scale=8.0, growth_interval=1)
     trainer = fit(Line(), plugin, 2, callbacks=[AmpMonitor()], log_every_n_steps=1)
@@ -577,6 +601,9 @@ def test_no_warning_without_reason(plan, scale, monitor):
     ("kwargs", "error"),
     [
         ({"prog_bar": 1}, TypeError),
+        ({"prog_bar": "scale"}, TypeError),
+        ({"prog_bar": [1]}, TypeError),
+        ({"prog_bar": {"scale": True}}, TypeError),
         ({"warn_after": 0}, ValueError),
         ({"warn_after": True}, TypeError),
         ({"warn_after": 2.5}, TypeError),
