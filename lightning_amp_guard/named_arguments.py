@@ -83,7 +83,8 @@ def _too_many(
 ) -> str:
     most = len(by_place)
     legal = f"at most {most}, {_listed(by_place)}" if most else "all of them by name"
-    seen = f"`{owner}({', '.join(map(short, args))})`: {len(args)} arguments were given by place."
+    count = "1 argument was" if len(args) == 1 else f"{len(args)} arguments were"
+    seen = f"`{owner}({', '.join(map(short, args))})`: {count} given by place."
     if len(names) == most:
         return f"{seen} Expected {legal}."
     line = f"{owner}({names[most]}={short(args[most])})"

@@ -4,59 +4,26 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lightning_amp_guard.checks import (
+    choice,
+    flag,
+    names_meant,
+    other_precision,
+    real,
+    refuse,
+    whole,
+)
 from lightning_amp_guard.outcome import SkipReason
 
-__all__ = ["LARGEST_SCALE", "SMALLEST_SCALE", "AmpSettings", "ScaleSettings", "refuse"]
+__all__ = ["LARGEST_SCALE", "SMALLEST_SCALE", "AmpSettings", "ScaleSettings"]
 
 # Within these the scale and its reciprocal are finite float32 numbers, and not 0.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**128 - 2.0**104
-
-
-def refuse(owner: str, name: str, value: object, expected: str, why: str = "") -> str:
-    """Return the message for a bad argument: what was seen, what was expected, and why."""
-    return f"`{owner}({name}={value!r})`: expected {expected}.{' ' + why if why else ''}"
-
-
-def real(owner: str, name: str, value: object, expected: str = "a finite number above 0") -> float:
-    """Return `value` as a float if it is a finite number above zero, else raise."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(refuse(owner, name, value, expected))
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number beyond every float
-        number = math.inf
-    if not 0 < number < math.inf:
-        raise ValueError(refuse(owner, name, value, expected))
-    return number
-
-
-def whole(owner: str, name: str, value: object, expected: str = "a whole number above 0") -> int:
-    """Return `value` as an int if it is a whole number above zero, else raise."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(refuse(owner, name, value, expected))
-    if value <= 0:
-        raise ValueError(refuse(owner, name, value, expected))
-    return int(value)
-
-
-def flag(owner: str, name: str, value: object) -> bool:
-    """Return `value` if it is a bool, else raise."""
-    if not isinstance(value, bool):
-        raise TypeError(refuse(owner, name, value, "True or False"))
-    return value
-
-
-def choice(owner: str, name: str, value: object, legal: Sequence[object], why: str = "") -> None:
-    """Raise unless `value` is one of `legal` (1 is not True here)."""
-    if not any(value is x or (value == x and type(value) is type(x)) for x in legal):
-        kind = ValueError if any(isinstance(value, type(x)) for x in legal) else TypeError
-        raise kind(refuse(owner, name, value, "one of " + ", ".join(map(repr, legal)), why))
 
 
 @dataclass(frozen=True)
@@ -85,46 +52,56 @@ class ScaleSettings:
 
     def checked(self, owner: str) -> ScaleSettings:
         """Return the settings with every value checked; errors name `owner` and the argument."""
-        growth = real(owner, "growth_factor", self.growth_factor, "a finite number above 1")
+        usual = ScaleSettings  # whose class attributes are the defaults
+        above, name = "a finite number above 1", "growth_factor"
+        growth = real(owner, name, self.growth_factor, above, usual.growth_factor)
         if growth <= 1:
             raise ValueError(
-                refuse(owner, "growth_factor", self.growth_factor, "a finite number above 1")
+                refuse(owner, name, self.growth_factor, above, write=usual.growth_factor)
             )
-        backoff = real(owner, "backoff_factor", self.backoff_factor, "a number between 0 and 1")
+        between, name = "a number between 0 and 1", "backoff_factor"
+        backoff = real(owner, name, self.backoff_factor, between, usual.backoff_factor)
         if backoff >= 1:
             raise ValueError(
-                refuse(owner, "backoff_factor", self.backoff_factor, "a number between 0 and 1")
+                refuse(owner, name, self.backoff_factor, between, write=usual.backoff_factor)
             )
         bounds = [
             None
             if v is None
-            else real(owner, n, v, "a finite number above 0, or None for no bound")
+            else real(owner, n, v, "a finite number above 0, or None for no bound", None)
             for n, v in (("min_scale", self.min_scale), ("max_scale", self.max_scale))
         ]
         checked = ScaleSettings(
             self._start(owner),
             growth,
             backoff,
-            whole(owner, "growth_interval", self.growth_interval),
+            whole(owner, "growth_interval", self.growth_interval, default=usual.growth_interval),
             flag(owner, "dynamic", self.dynamic),
-            whole(owner, "hysteresis", self.hysteresis),
+            whole(owner, "hysteresis", self.hysteresis, default=usual.hysteresis),
             *bounds,
         )
         checked._check_bounds(owner)
         return checked
 
     def _start(self, owner: str) -> float:
-        start = real(owner, "init_scale", self.init_scale)
+        usual = ScaleSettings.init_scale
+        start = real(owner, "init_scale", self.init_scale, default=usual)
         if not SMALLEST_SCALE <= start <= LARGEST_SCALE:
             legal = "a number from 2**-126 to 2**127, which float32 and its reciprocal can hold"
-            raise ValueError(refuse(owner, "init_scale", self.init_scale, legal))
+            raise ValueError(refuse(owner, "init_scale", self.init_scale, legal, write=usual))
         return start
 
     def _check_bounds(self, owner: str) -> None:
         low, high = self.min_scale or 0.0, self.max_scale or math.inf
         if low > high:
             raise ValueError(
-                refuse(owner, "min_scale", low, f"at most `max_scale`, which is {high!r}")
+                refuse(
+                    owner,
+                    "min_scale",
+                    low,
+                    f"at most `max_scale`, which is {high!r}",
+                    f"Write `{owner}(min_scale={high!r}, max_scale={low!r})`.",
+                )
             )
         if not low <= self.init_scale <= high:
             raise ValueError(
@@ -134,7 +111,9 @@ class ScaleSettings:
                     self.init_scale,
                     f"a value between `min_scale={self.min_scale!r}` and"
                     f" `max_scale={self.max_scale!r}`",
-                    "Move the bound as well, or pass None for no bound.",
+                    "Move the bound as well, or pass None for no bound. Write"
+                    f" `{owner}(init_scale={self.init_scale!r},"
+                    f" {'min' if self.init_scale < low else 'max'}_scale=None)`.",
                 )
             )
 
@@ -161,7 +140,7 @@ class AmpSettings:
 
     def checked(self, owner: str, precisions: Sequence[str]) -> AmpSettings:
         """Return the settings with every value checked; errors name `owner` and the argument."""
-        choice(owner, "precision", self.precision, precisions)
+        choice(owner, "precision", self.precision, precisions, other_precision(self.precision))
         choice(
             owner,
             "on_limit",
@@ -175,7 +154,7 @@ class AmpSettings:
                     "on_limit",
                     self.on_limit,
                     f"another precision than `precision={self.precision!r}`, which the run has",
-                    'Write `on_limit="32-true"`, or "raise".',
+                    write="32-true",
                 )
             )
         choice(owner, "sync_found_inf", self.sync_found_inf, ("auto", True, False))
@@ -186,6 +165,7 @@ class AmpSettings:
                 "max_consecutive_skips",
                 self.max_consecutive_skips,
                 "a whole number above 0, or None for no limit",
+                default=None if limit == 0 else AmpSettings.max_consecutive_skips,
             )
         for name in (
             "backoff_on_nonfinite_loss",
@@ -202,10 +182,16 @@ class AmpSettings:
 
 def _patterns(owner: str, value: object) -> tuple[str, ...]:
     expected = 'a list of module names or patterns, such as ["head", "blocks.*.norm"]'
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(refuse(owner, "fp32_modules", value, expected))
-    if not all(isinstance(p, str) for p in value):
-        raise TypeError(refuse(owner, "fp32_modules", value, expected))
+    listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if (
+        not isinstance(value, Sequence)
+        or not listed
+        or not all([isinstance(p, str) for p in value])
+    ):
+        why, write = "", names_meant(value)
+        if write is None:
+            write, why = ["head"], "Names are those of `model.named_modules()`."
+        raise TypeError(refuse(owner, "fp32_modules", value, expected, why, write))
     if any(not p.removeprefix("!") for p in value):
         raise ValueError(refuse(owner, "fp32_modules", value, expected, "A pattern is empty."))
     return tuple(value)

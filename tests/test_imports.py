@@ -13,7 +13,7 @@ PACKAGE = "lightning_amp_guard"
 # A unit (a module or a subpackage, by its name below the root) imports from earlier rows only.
 LAYERS = (
     {"errors"},
-    {"outcome"},
+    {"outcome", "checks"},
     {"_upstream", "settings", "state", "named_arguments", "misplaced"},
     {"testing"},
     {"scale_policy", "plugin.fp32_scope", "step.anomaly", "step.ranks"},
@@ -31,7 +31,7 @@ LAYERS = (
     {"plugin.hearing"},
     {"plugin.plugin"},
     {"precision", "fsdp"},
-    {"tokens.contents"},
+    {"tokens.contents", "token_count"},
     {"tokens.windows"},
     {"monitor", "tokens.clock"},
     {"tokens"},

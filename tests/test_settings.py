@@ -3,12 +3,15 @@
 
 import dataclasses
 import pickle
+import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
-from lightning_amp_guard.settings import AmpSettings, ScaleSettings, refuse
+from lightning_amp_guard.checks import refuse
+from lightning_amp_guard.settings import AmpSettings, ScaleSettings
 
 NAN, INF = float("nan"), float("inf")
 PRECISIONS = ("16-mixed", "bf16-mixed", "auto")
@@ -37,8 +40,22 @@ TYPES = {
     "dynamic": ("True or False", [1, 0, "yes", None, np.bool_(True)]),
     "hysteresis": (COUNT, [True, 1.0, "1", None]),
     "min_scale": (BOUND, [True, "1", [1.0]]),
-    "max_scale": (BOUND, [True, "16", {}]),
+    "max_scale": (BOUND, [True, "1e6", {}]),
 }
+
+
+def scale_settings(**given):
+    ScaleSettings(**given).checked("Owner")
+
+
+def settings(precision="16-mixed", **given):
+    AmpSettings(precision, **given).checked("Owner", PRECISIONS)
+
+
+def line_of(error, owner):
+    """Run the line to write that a message ends in, with `owner` in place of `Owner`."""
+    line = re.search(r"Write `(Owner\(.+\))`\.$", str(error))
+    return eval(line[1], {"Owner": owner})
 
 
 def cases(table):
@@ -49,14 +66,16 @@ def cases(table):
 def test_scale_argument_out_of_range_is_named_with_its_legal_values(name, bad, legal):
     with pytest.raises(ValueError, match=r"^`Owner") as caught:
         ScaleSettings(**{name: bad}).checked("Owner")
-    assert str(caught.value) == f"`Owner({name}={bad!r})`: expected {legal}."
+    assert str(caught.value).startswith(f"`Owner({name}={bad!r})`: expected {legal}. ")
+    assert line_of(caught.value, scale_settings) is None
 
 
 @pytest.mark.parametrize(("name", "bad", "legal"), cases(TYPES))
 def test_scale_argument_of_wrong_type_is_named_with_its_legal_values(name, bad, legal):
     with pytest.raises(TypeError) as caught:
         ScaleSettings(**{name: bad}).checked("Owner")
-    assert str(caught.value) == f"`Owner({name}={bad!r})`: expected {legal}."
+    assert str(caught.value).startswith(f"`Owner({name}={bad!r})`: expected {legal}. ")
+    assert line_of(caught.value, scale_settings) is None
 
 
 def test_every_scale_argument_is_among_the_cases():
@@ -82,20 +101,28 @@ def test_bounds_in_the_wrong_order_name_both():
         ScaleSettings(init_scale=4.0, min_scale=8.0, max_scale=2.0).checked("Owner")
     assert str(caught.value) == (
         "`Owner(min_scale=8.0)`: expected at most `max_scale`, which is 2.0."
+        " Write `Owner(min_scale=2.0, max_scale=8.0)`."
     )
 
 
 @pytest.mark.parametrize(
-    ("init_scale", "min_scale", "max_scale"),
-    [(0.5, 1.0, 16.0), (32.0, 1.0, 16.0), (2.0, None, 1.0), (2.0, 4.0, None)],
+    ("init_scale", "min_scale", "max_scale", "bound"),
+    [
+        (0.5, 1.0, 16.0, "min"),
+        (32.0, 1.0, 16.0, "max"),
+        (2.0, None, 1.0, "max"),
+        (2.0, 4.0, None, "min"),
+    ],
 )
-def test_start_outside_the_bounds_names_all_three(init_scale, min_scale, max_scale):
+def test_start_outside_the_bounds_names_all_three(init_scale, min_scale, max_scale, bound):
     with pytest.raises(ValueError, match=r"^`Owner") as caught:
         ScaleSettings(init_scale, min_scale=min_scale, max_scale=max_scale).checked("Owner")
     assert str(caught.value) == (
         f"`Owner(init_scale={init_scale!r})`: expected a value between `min_scale={min_scale!r}`"
         f" and `max_scale={max_scale!r}`. Move the bound as well, or pass None for no bound."
+        f" Write `Owner(init_scale={init_scale!r}, {bound}_scale=None)`."
     )
+    assert line_of(caught.value, scale_settings) is None
 
 
 @pytest.mark.parametrize(
@@ -208,6 +235,82 @@ def test_bad_argument_is_named_with_its_legal_values(name, bad, legal, kind):
         AmpSettings(**{name: bad}).checked("Owner", PRECISIONS)
     assert type(caught.value) is kind
     assert str(caught.value).startswith(f"`Owner({name}={bad!r})`: expected {legal}")
+    if "A pattern is empty" not in str(caught.value):
+        assert line_of(caught.value, settings) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("16", "Owner(precision='16-mixed')"),
+        ("fp16", "Owner(precision='16-mixed')"),
+        (16, "Owner(precision='16-mixed')"),
+        ("16-true", "Owner(precision='16-mixed')"),
+        ("16-Mixed", "Owner(precision='16-mixed')"),
+        (torch.float16, "Owner(precision='16-mixed')"),
+        ("bf16", "Owner(precision='bf16-mixed')"),
+        (torch.bfloat16, "Owner(precision='bf16-mixed')"),
+        ("bf16-true", "Owner(precision='bf16-mixed')"),
+        ("AUTO", "Owner(precision='auto')"),
+    ],
+)
+def test_precision_as_it_is_written_elsewhere_is_understood(given, line):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        settings(given)
+    assert str(caught.value).endswith(f" Write `{line}`.")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("16-true", "16-true"),
+        ("bf16-true", "bf16-true"),
+        (32, "32-true"),
+        ("32-true", "32-true"),
+        (torch.float32, "32-true"),
+        ("64", "64-true"),
+    ],
+)
+def test_a_precision_without_autocast_needs_no_plugin(given, name):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        settings(given)
+    assert f"For '{name}' leave the plugin out: `Trainer(precision='{name}')`." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"fp32_modules": "head"}, "fp32_modules=['head']"),
+        ({"fp32_modules": {"b", "a"}}, "fp32_modules=['a', 'b']"),
+        ({"fp32_modules": None}, "fp32_modules=[]"),
+        ({"fp32_modules": [torch.nn.LayerNorm]}, "fp32_modules=['head']"),
+        ({"fp32_modules": torch.nn.Linear(1, 1)}, "fp32_modules=['head']"),
+        ({"max_consecutive_skips": 0}, "max_consecutive_skips=None"),
+        ({"max_consecutive_skips": "8"}, "max_consecutive_skips=8"),
+        ({"max_consecutive_skips": 8.0}, "max_consecutive_skips=8"),
+        ({"max_consecutive_skips": -1}, "max_consecutive_skips=32"),
+        ({"on_limit": "fp32"}, "on_limit='32-true'"),
+        ({"on_limit": "bf16"}, "on_limit='bf16-mixed'"),
+        ({"on_limit": "error"}, "on_limit='raise'"),
+        ({"sync_found_inf": "no"}, "sync_found_inf=False"),
+        ({"bf16_guard": 0}, "bf16_guard=False"),
+        ({"weight_cache": "yes"}, "weight_cache=True"),
+    ],
+    ids=str,
+)
+def test_what_was_meant_is_the_line_to_write(given, line):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        settings(**given)
+    assert str(caught.value).endswith(f" Write `Owner({line})`.")
+
+
+def test_a_long_value_is_shown_in_one_short_line():
+    net = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(100)])
+    with pytest.raises(TypeError) as caught:
+        settings(fp32_modules=net)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).startswith("`Owner(fp32_modules=Sequential( (0): Linear(")
 
 
 def test_every_argument_is_among_the_cases():

@@ -30,7 +30,7 @@ from lightning_amp_guard import (
 )
 from lightning_amp_guard.step.lanes import Stage
 from lightning_amp_guard.step.windows import GradientWindows
-from lightning_amp_guard.tokens.clock import count_labels
+from lightning_amp_guard.token_count import count_labels
 from lightning_amp_guard.tokens.windows import TokenWindows
 from tests.costs import Meter
 from tests.helpers import BAD, GOOD, NONE, PlantedOverflow, fit, make_trainer, stock_plugin
@@ -919,3 +919,17 @@ class QuietTagger(Tagger):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen += 1
+
+
+@pytest.mark.parametrize(
+    ("count", "line"),
+    [
+        (True, "TokenClock(normalize_gradients=True)"),
+        ("mask", "TokenClock(count=lambda batch: (batch['mask'] != -100).sum())"),
+        (3, "TokenClock(count=lambda batch: (batch['labels'] != -100).sum())"),
+    ],
+)
+def test_what_is_no_function_is_refused_with_the_line_to_write(count, line):
+    with pytest.raises(TypeError) as caught:
+        TokenClock(count)
+    assert str(caught.value).endswith(f" Write `{line}`.")

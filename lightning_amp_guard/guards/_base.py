@@ -10,11 +10,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from typing_extensions import Self
 
+from lightning_amp_guard.checks import flag
 from lightning_amp_guard.misplaced import RefusedOnClass, SilentOnClass, as_callback
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import flag
 from lightning_amp_guard.step.attempt import AttemptEngine
 
 __all__ = ["Guard", "GuardCore", "GuardSetup", "Host", "InstancePatch"]

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.checks import choice_meant, flag_meant, names_meant, refuse, whole
 from lightning_amp_guard.errors import AmpGuardWarning
 from lightning_amp_guard.misplaced import RefusedOnClass, SilentOnClass, as_callback
 from lightning_amp_guard.monitor import view
@@ -26,7 +27,6 @@ from lightning_amp_guard.monitor.run import MonitoredRun
 from lightning_amp_guard.monitor.summary import show, summarize
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
-from lightning_amp_guard.settings import refuse, whole
 
 __all__ = ["AmpMonitor", "AmpMonitorCore"]
 
@@ -49,12 +49,14 @@ class AmpMonitorCore:
         super().__init__()
         self.ledger = _checked_path("ledger", ledger, "True, False or a path")
         expected = "a whole number of attempts above 0"
-        self.checksum_every = whole("AmpMonitor", "checksum_every", checksum_every, expected)
+        self.checksum_every = whole("AmpMonitor", "checksum_every", checksum_every, expected, 1)
         self.baseline = None if baseline is None else _checked_path("baseline", baseline, "a path")
         self.prog_bar = _checked_names(prog_bar)
         expected = "a whole number above 0, or None for no warning"
         self.warn_after = (
-            None if warn_after is None else whole("AmpMonitor", "warn_after", warn_after, expected)
+            None
+            if warn_after is None
+            else whole("AmpMonitor", "warn_after", warn_after, expected, 8)
         )
         self.findings: list[Finding] = []
         self.ledger_path: Path | None = None
@@ -295,12 +297,14 @@ def _checked_names(prog_bar: Any) -> bool | tuple[str, ...]:
         return prog_bar
     listed = isinstance(prog_bar, Sequence) and not isinstance(prog_bar, str)
     if not listed or not all([isinstance(name, str) for name in prog_bar]):
-        raise TypeError(refuse("AmpMonitor", "prog_bar", prog_bar, legal))
+        write = names_meant(prog_bar) or flag_meant(prog_bar)
+        raise TypeError(refuse("AmpMonitor", "prog_bar", prog_bar, legal, write=write))
     keys = tuple(f"amp/{name.removeprefix('amp/')}" for name in prog_bar)
     if strange := [key for key in keys if key not in LOG_KEYS]:
-        names = ", ".join(repr(key.removeprefix("amp/")) for key in LOG_KEYS)
-        why = f"There is no value {strange[0]!r}; the names are {names}."
-        raise ValueError(refuse("AmpMonitor", "prog_bar", prog_bar, legal, why))
+        known = [key.removeprefix("amp/") for key in LOG_KEYS]
+        why = f"There is no value {strange[0]!r}; the names are {', '.join(map(repr, known))}."
+        near = [choice_meant(key.removeprefix("amp/"), known) for key in keys]
+        raise ValueError(refuse("AmpMonitor", "prog_bar", prog_bar, legal, why, near))
     return keys
 
 
@@ -309,7 +313,8 @@ def _checked_path(name: str, value: Any, expected: str) -> Any:
         return Path(value)
     if name == "ledger" and isinstance(value, bool):
         return value
-    raise TypeError(refuse("AmpMonitor", name, value, expected))
+    write = flag_meant(value) if name == "ledger" else "fp32.jsonl"
+    raise TypeError(refuse("AmpMonitor", name, value, expected, write=write))
 
 
 def _closes_window(trainer: Any) -> bool:

@@ -10,12 +10,13 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.checks import refuse
 from lightning_amp_guard.errors import AmpGuardWarning
 from lightning_amp_guard.misplaced import PluginClass
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.plugin.scaler_choice import choose_scaler
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import AmpSettings, ScaleSettings, refuse
+from lightning_amp_guard.settings import AmpSettings, ScaleSettings
 
 __all__ = ["Configuration"]
 
@@ -181,11 +182,16 @@ class Configuration(metaclass=PluginClass):
 
 def _checked_device(owner: str, device: object) -> str | None:
     expected = 'a device type such as "cuda", or None'
+    why = f"Leave it out to follow the Trainer: `{owner}()`."
     if device is None:
         return None
     if not isinstance(device, str):
-        raise TypeError(refuse(owner, "device", device, expected))
+        line = (
+            f'Write `{owner}(device="{device.type}")`.' if isinstance(device, torch.device) else why
+        )
+        raise TypeError(refuse(owner, "device", device, expected, line))
     try:
         return torch.device(device).type
     except RuntimeError:
-        raise ValueError(refuse(owner, "device", device, expected)) from None
+        why = f'Write `{owner}(device="cuda")`.' if device == "gpu" else why
+        raise ValueError(refuse(owner, "device", device, expected, why)) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -126,9 +127,11 @@ class Float32Scopes:
         modules = {_upstream.plain_name(n): m for n, m in module.named_modules() if n}
         chosen, idle = select(list(modules), patterns)
         if idle:
+            near = get_close_matches(idle[0].removeprefix("!"), list(modules), 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"the pattern {idle[0]!r} matches no module. Expected names as in"
-                f" `model.named_modules()`, such as {', '.join(map(repr, list(modules)[:4]))}."
+                f" `model.named_modules()`, such as {', '.join(map(repr, list(modules)[:4]))}.{meant}"
             )
         self._refuse_compiled(module, modules, chosen)
         self.chosen = {name: modules[name] for name in sorted(chosen)}

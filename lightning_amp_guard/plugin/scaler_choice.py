@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from lightning_amp_guard.checks import refuse
 from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.scale_policy import float32
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import ScaleSettings, refuse
+from lightning_amp_guard.settings import ScaleSettings
 
 __all__ = ["choose_scaler"]
 
@@ -25,10 +26,21 @@ def choose_scaler(
     if scaler is None:
         return _make(scale)
     if not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(refuse(owner, "scaler", scaler, "a torch.amp.GradScaler or None"))
+        usual = ScaleSettings.init_scale
+        number = isinstance(scaler, (int, float)) and not isinstance(scaler, bool) and scaler > 0
+        line = f"Write `{owner}(init_scale={float(scaler) if number else usual!r})`."  # type: ignore[arg-type]
+        if isinstance(scaler, type) and issubclass(scaler, torch.amp.GradScaler):
+            line = f'Write `{owner}(scaler={scaler.__name__}("cpu"))`.'
+        raise TypeError(refuse(owner, "scaler", scaler, "a torch.amp.GradScaler or None", line))
     if precision == "bf16-mixed":
         raise ValueError(
-            refuse(owner, "scaler", scaler, 'None for precision="bf16-mixed", which needs no scale')
+            refuse(
+                owner,
+                "scaler",
+                scaler,
+                'None for precision="bf16-mixed", which needs no scale',
+                f'Write `{owner}("bf16-mixed")`.',
+            )
         )
     if not scaler.is_enabled():
         raise ValueError(
@@ -37,7 +49,8 @@ def choose_scaler(
                 "scaler",
                 scaler,
                 "an enabled scaler",
-                'A GradScaler("cuda") disables itself where there is no CUDA device.',
+                'A GradScaler("cuda") disables itself where there is no CUDA device. Write'
+                f" `{owner}(init_scale={ScaleSettings.init_scale!r})`, which needs none.",
             )
         )
     if scale != ScaleSettings():
@@ -47,7 +60,8 @@ def choose_scaler(
                 "scaler",
                 scaler,
                 "the scale arguments at their defaults beside it",
-                "Set them on the scaler instead.",
+                "Set them on the scaler instead. Write"
+                f' `{owner}(scaler=torch.amp.GradScaler("cpu", init_scale={scale.init_scale!r}))`.',
             )
         )
     return _copy(owner, scaler)

@@ -11,37 +11,16 @@ import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.checks import flag
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
-from lightning_amp_guard.settings import flag
 from lightning_amp_guard.state import is_count, read
+from lightning_amp_guard.token_count import IGNORED, count_labels, count_meant, is_whole
 from lightning_amp_guard.tokens.contents import check_rows
 from lightning_amp_guard.tokens.windows import TokenWindows
 
-__all__ = ["TokenClock", "TokenClockCore", "count_labels"]
-
-IGNORED = -100  # the `ignore_index` that torch.nn.CrossEntropyLoss has by default
-
-
-def count_labels(batch: Any) -> Tensor | int | None:
-    """Return how many labels are not -100, or `None` where a batch holds no integer labels.
-
-    `batch["labels"]`, `batch.labels`, or the second element of a tuple or list. Host sync: none.
-    """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
-    if labels is None and isinstance(batch, tuple | list) and len(batch) > 1:
-        labels = batch[1]
-    if not isinstance(labels, Tensor) or not _is_whole(labels):
-        return None
-    if not labels.dtype.is_signed:  # holds no -100, and comparing with it would wrap around
-        return labels.numel()
-    return (labels != IGNORED).sum()
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    kind = tensor.dtype
-    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+__all__ = ["TokenClock", "TokenClockCore"]
 
 
 class TokenClockCore(GuardCore):
@@ -61,7 +40,8 @@ class TokenClockCore(GuardCore):
         if count is not None and not callable(count):
             raise TypeError(
                 f"`{owner}(count={count!r})`: expected a function of a batch that returns its number"
-                " of valid tokens, or None to count the labels that are not -100."
+                " of valid tokens, or None to count the labels that are not -100. Write"
+                f" `{owner}({count_meant(count)})`."
             )
         self.count = count
         self.normalize_gradients = flag(owner, "normalize_gradients", normalize_gradients)
@@ -142,7 +122,7 @@ class TokenClockCore(GuardCore):
             return
         n = count_labels(batch) if self.count is None else self.count(batch)
         device = trainer.strategy.root_device
-        if isinstance(n, Tensor) and n.dim() == 0 and _is_whole(n):
+        if isinstance(n, Tensor) and n.dim() == 0 and is_whole(n):
             tokens = _upstream.whole(n.detach()).to(device, torch.int64, non_blocking=True)
         elif n is not None and is_count(n):
             tokens = torch.full((), int(n), dtype=torch.int64, device=device)

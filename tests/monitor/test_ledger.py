@@ -271,7 +271,7 @@ def test_a_former_file_is_renamed_and_never_cut(path):
 def test_a_ledger_that_cannot_be_made_stops_the_run_before_its_first_batch(path):
     path.mkdir()
     model, plugin = Line(), safe()
-    with pytest.raises(OSError, match=r"AmpMonitor\(ledger=PATH\)"):
+    with pytest.raises(OSError, match=r"such as `AmpMonitor\(ledger="):
         kept(path, model, plugin, 2)
     assert model.seen == 0
     assert plugin.engine.witnesses == []

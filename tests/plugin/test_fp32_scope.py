@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
+from lightning_amp_guard import SafeAMP
 from lightning_amp_guard.plugin.fp32_scope import Float32Scopes, select
+from tests.helpers import Line, fit
 
 AUTOCAST = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
 HALF = (torch.bfloat16, torch.float16)
@@ -505,3 +508,8 @@ def test_compiled_neighbours_do_not_matter():
     net.stem.compile(backend="eager")
     scoped(net, "body").remove()
     assert hooks_of(net) == 0
+
+
+def test_a_misspelt_name_is_refused_with_the_nearest_one():
+    with pytest.raises(MisconfigurationException, match=r"'lon' matches no module.*mean 'lin'\?$"):
+        fit(Line(), SafeAMP(fp32_modules=["lon"]))

@@ -89,8 +89,11 @@ def test_copy_goes_its_own_way():
 def test_something_else_is_refused(bad):
     with pytest.raises(TypeError) as caught:
         chosen(bad)
+    line = "init_scale=1.0" if bad == 1.0 else "init_scale=65536.0"
+    line = 'scaler=GradScaler("cpu")' if bad is torch.amp.GradScaler else line
     assert str(caught.value) == (
         f"`SafeAMP(scaler={bad!r})`: expected a torch.amp.GradScaler or None."
+        f" Write `SafeAMP({line})`."
     )
 
 

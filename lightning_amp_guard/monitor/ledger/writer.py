@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import warnings
@@ -146,7 +147,8 @@ def _set_aside(path: Path) -> Path | None:
     if not os.path.lexists(path):
         return None
     if not path.is_file() and not path.is_symlink():
-        raise OSError(None, "not a regular file", str(path))
+        kind = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(kind, "not a regular file", str(path))
     for number in count(1):
         target = path.with_name(f"{path.stem}.{number}{path.suffix}")
         if os.path.lexists(target) or os.path.lexists(facts_path(target)):
@@ -163,10 +165,10 @@ def _set_aside(path: Path) -> Path | None:
 
 
 def _named(error: OSError, path: Path) -> OSError:
+    other = str(path / "amp_ledger.jsonl") if path.is_dir() else "run.jsonl"
     why = f"{error.strerror or error}: the ledger cannot be written there. Expected a file that can"
-    return OSError(
-        error.errno, f"{why} be made. Choose another: `AmpMonitor(ledger=PATH)`", str(path)
-    )
+    line = f"be made. Choose another, such as `AmpMonitor(ledger={other!r})`"
+    return OSError(error.errno, f"{why} {line}", str(path))
 
 
 def _find(places: Iterable[Path], lines: int, digest: str) -> tuple[Path, int] | None:
