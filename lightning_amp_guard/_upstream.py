@@ -36,6 +36,7 @@ __all__ = [
     "all_params",
     "any_nonfinite_and_multiply_",
     "as_plain",
+    "averaging_node",
     "batch_number",
     "batch_of",
     "comm_hook_names",
@@ -741,3 +742,35 @@ def full_float32() -> Iterator[None]:
             torch.backends.cudnn.allow_tf32 = old[1]
         for place, value in zip(places, new, strict=True):
             put(*place, value)
+
+
+# Between a loss and its reduction these change nothing; a sum of means is one as well.
+_BESIDE_REDUCTION = ("Add", "Alias", "Clone", "Squeeze", "ToCopy", "Unsqueeze", "View")
+_MEAN = 1  # `torch.nn.functional`'s number of reduction="mean"
+
+
+def averaging_node(loss: Tensor, *, divided: bool) -> str:
+    """Return the name of the autograd node that made the loss a mean of several values.
+
+    Told by the graph, without a look at any value: "" where it ends in a sum, in a product or
+    quotient (which may undo the mean), or in anything else.
+
+    Args:
+        loss: As it is about to be scaled for its backward pass.
+        divided: Whether Lightning has divided it by `accumulate_grad_batches`.
+    """
+    node = loss.grad_fn
+    if divided and node is not None and node.name() == "DivBackward0":
+        node = node.next_functions[0][0]
+    todo, found = [node], ""
+    while todo:
+        node = todo.pop()
+        name = "" if node is None else node.name()
+        of_one = name.startswith("MeanBackward") and getattr(node, "_saved_self_sym_numel", 0) == 1
+        if node is not None and (of_one or name.startswith(_BESIDE_REDUCTION)):
+            todo += [before for before, _ in node.next_functions]
+        elif name.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN:
+            found = name
+        else:
+            return ""
+    return found

@@ -17,16 +17,18 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.tuner import Tuner
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_amp_guard import (
     AmpGuardError,
+    AmpGuardWarning,
     SafeAMP,
     ScalerCheckpoint,
     ScalerStateError,
     SkipAwareGradScaler,
     TokenClock,
     UnscaleGuard,
+    _upstream,
 )
 from lightning_amp_guard.step.lanes import Stage
 from lightning_amp_guard.step.windows import GradientWindows
@@ -933,3 +935,113 @@ def test_what_is_no_function_is_refused_with_the_line_to_write(count, line):
     with pytest.raises(TypeError) as caught:
         TokenClock(count)
     assert str(caught.value).endswith(f" Write `{line}`.")
+
+
+# ---------------------------------------------------------------------- a loss that is a mean
+
+
+def scores_of(loss, scores, labels):
+    cross_entropy = torch.nn.functional.cross_entropy
+    return {
+        "cross entropy": lambda: cross_entropy(scores, labels),
+        "mean()": lambda: cross_entropy(scores, labels, reduction="none").mean(),
+        "mean of the mean": lambda: cross_entropy(scores, labels).mean(),
+        "two means": lambda: cross_entropy(scores, labels) + scores.square().mean(),
+        "squared error": lambda: torch.nn.functional.mse_loss(scores, torch.zeros(6, 4)),
+        "in float32": lambda: cross_entropy(scores.half(), labels).float(),
+        "sum": lambda: cross_entropy(scores, labels, reduction="sum"),
+        "sum()": lambda: cross_entropy(scores, labels, reduction="none").sum(),
+        "mean times count": lambda: cross_entropy(scores, labels) * 6,
+        "mean times tensor": lambda: cross_entropy(scores, labels) * (labels >= 0).sum(),
+        "sum beside a mean": lambda: scores.sum() + scores.mean(),
+        "mean of one": lambda: scores.sum().mean(),
+        "no reduction": lambda: scores[0, 0],
+        "no graph": lambda: torch.zeros(()),
+    }[loss]()
+
+
+MEANS = {
+    "cross entropy": "NllLossBackward0",
+    "mean()": "MeanBackward0",
+    "mean of the mean": "NllLossBackward0",
+    "two means": "NllLossBackward0",
+    "squared error": "MseLossBackward0",
+    "in float32": "NllLossBackward0",
+}
+SUMS = [
+    "sum",
+    "sum()",
+    "mean times count",
+    "mean times tensor",
+    "sum beside a mean",
+    "mean of one",
+    "no reduction",
+    "no graph",
+]
+
+
+@pytest.mark.parametrize("loss", [*MEANS, *SUMS])
+def test_a_mean_is_told_by_its_graph(loss):
+    scores, labels = torch.randn(6, 4, requires_grad=True), torch.zeros(6, dtype=torch.long)
+    made = scores_of(loss, scores, labels)
+    for divided, value in ((False, made), (True, made), (True, made / 2)):
+        assert _upstream.averaging_node(value, divided=divided) == MEANS.get(loss, "")
+    assert _upstream.averaging_node(made / 2, divided=False) == ""
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, loss, automatic=True):
+        super().__init__()
+        self.layer, self.kind = torch.nn.Linear(2, 4), loss
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch, batch_idx):
+        loss = scores_of(self.kind, self.layer(batch[0]), batch[1])
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def warned_of_means(loss, clock, *, automatic=True, **kwargs):
+    data = TensorDataset(torch.randn(24, 2), torch.zeros(24, dtype=torch.long))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AmpGuardWarning)
+        fit(
+            Classifier(loss, automatic),
+            SafeAMP(init_scale=8.0),
+            data=DataLoader(data, batch_size=6),
+            callbacks=[clock],
+            **kwargs,
+        )
+    return [str(w.message) for w in caught if "is a mean" in str(w.message)]
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_loss_that_is_a_mean_is_warned_of_once_a_fit(automatic):
+    (said,) = warned_of_means(
+        "cross entropy", TokenClock(normalize_gradients=True), automatic=automatic
+    )
+    assert said.startswith(
+        "`TokenClock(normalize_gradients=True)`: the loss of `training_step` is a mean"
+    )
+    assert "`NllLossBackward0`" in said
+    assert 'Write `cross_entropy(..., reduction="sum")`' in said
+
+
+def test_a_loss_that_is_a_mean_is_seen_in_windows_too():
+    clock = TokenClock(normalize_gradients=True)
+    assert len(warned_of_means("mean()", clock, accumulate_grad_batches=2)) == 1
+
+
+@pytest.mark.parametrize("loss", ["sum", "mean times count"])
+def test_a_sum_is_not_warned_of(loss):
+    assert warned_of_means(loss, TokenClock(normalize_gradients=True)) == []
+
+
+def test_a_mean_is_right_where_nothing_is_divided():
+    assert warned_of_means("cross entropy", TokenClock()) == []

@@ -1895,3 +1895,13 @@ def test_steps_last_is_true_at_the_last_step_of_an_epoch_and_of_the_fit(kwargs, 
 
     fit(Looks(), n=3, max_epochs=2, **kwargs)
     assert [i for i, is_last in enumerate(seen) if is_last] == last
+
+
+def test_a_loss_says_how_it_was_reduced():
+    scores, labels = torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1])
+    loss = torch.nn.functional.cross_entropy
+    assert loss(scores, labels).grad_fn._saved_reduction == 1
+    assert loss(scores, labels, reduction="sum").grad_fn._saved_reduction == 2
+    assert scores.mean().grad_fn.name() == "MeanBackward0"
+    assert scores.mean().grad_fn._saved_self_sym_numel == 6
+    assert (scores.sum() / 2).grad_fn.name() == "DivBackward0"

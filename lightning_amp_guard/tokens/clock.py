@@ -130,6 +130,26 @@ class TokenClockCore(GuardCore):
             raise self.host.fail(self._refusal(n, batch))
         self._windows.batch, self._seen = tokens, self._seen + tokens
 
+    def see_batch(self, batch: Any) -> None:
+        """Have a look at the first loss, where gradients are to be divided."""
+        if self.host is not None and self.normalize_gradients:
+            self.host.hear("loss", self._look_at_loss)
+
+    def _look_at_loss(self, loss: Tensor) -> None:
+        """Warn of a loss that is a mean over its tokens already, once a fit. Host sync: none."""
+        if (host := self.host) is None:
+            return
+        host.unhear(self._look_at_loss)
+        node = _upstream.averaging_node(loss, divided=host.module.automatic_optimization)
+        if node:
+            host.warn(
+                f"`{type(self).__name__}(normalize_gradients=True)`: the loss of `training_step` is a"
+                f" mean (its last operation is `{node}`), so its gradients, divided by the window's"
+                " tokens as well, are too small by the number of tokens. Expected the sum over the"
+                ' valid tokens. Write `cross_entropy(..., reduction="sum")`, or multiply the mean by'
+                " the batch's number of valid tokens before it is returned."
+            )
+
     def _refusal(self, n: Any, batch: Any) -> str:
         owner = type(self).__name__
         if self.count is not None:
@@ -198,7 +218,9 @@ class TokenClock(TokenClockCore, Guard):
     the loss be the *sum* over valid tokens (`reduction="sum"`): its gradients are divided by the
     window's tokens, after unscaling and before hooks and clipping, and Lightning's division by
     `accumulate_grad_batches` and the mean over ranks are undone. So they equal those of one big
-    batch. It does not touch the loss that is logged.
+    batch. It does not touch the loss that is logged. A loss that is a mean would be divided twice,
+    and train with gradients too small by the number of tokens: where the loss's last operation shows
+    it (`mean()`, `reduction="mean"`, torch's default), the first batch of a fit warns of it.
 
     A micro-batch counts in the window of each optimizer that its backward pass reaches, once; not if
     `training_step` returned `None` for it. A window without any valid token is divided by 1. In
