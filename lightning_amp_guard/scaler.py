@@ -205,6 +205,8 @@ class SkipAwareGradScaler(BoundedGradScaler):
                 for s in checked
             )
             self.back_off() if bad else self.count_clean_batch()
+        if self.watcher is not None:
+            self.watcher.updated()
         self._per_optimizer_states.clear()
 
     def back_off(self) -> None:

@@ -35,6 +35,9 @@ class ScaleWatcher(Protocol):
     def scale_moved(self, ratio: float) -> None:
         """Learn that the scale was just multiplied by `ratio`."""
 
+    def updated(self) -> None:
+        """Learn that `update` has taken all into account that was checked so far."""
+
 
 class BoundedGradScaler(torch.amp.GradScaler):
     """Keeps settings, scale and counters; see `SkipAwareGradScaler` for the arguments.

@@ -23,6 +23,7 @@ LAYERS = (
     {"step.windows"},
     {"step.movement", "step.all_or_none", "step.alarm", "step.verdict", "step.late"}
     | {"step.one_walk"},
+    {"given_up"},
     {"step.attempt"},
     {"step.window_state"},
     {"guards"},

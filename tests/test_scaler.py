@@ -573,6 +573,9 @@ class Watcher:
     def scale_moved(self, ratio):
         self.heard.append(("moved", ratio))
 
+    def updated(self):
+        self.heard.append(("updated", self.scaler.get_scale()))
+
 
 def test_watcher_hears_of_every_move_in_order():
     scaler, weights = scaler_at(), Weights()
@@ -587,6 +590,7 @@ def test_watcher_hears_of_every_move_in_order():
         ("backward", [24.0]),  # the loss as it was: 3 times 8
         ("unscale", "SGD"),
         ("moved", 0.5),
+        ("updated", 4.0),
         ("moved", 4.0),
         ("moved", 2.0),
     ]

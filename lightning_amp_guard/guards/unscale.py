@@ -95,6 +95,8 @@ class UnscaleGuardCore(GuardCore):
             made = not cell.scaled or not any(same for _, same in touched)
             self._object(lanes, cell, [i for i, _ in touched], made)
         elif len(moved) == sum(p.grad is not None for p in cell.params):
+            if self.host is not None:
+                self.host.running().windows.thrown_away(cell)
             cell.restart()  # zeroed: whatever was accumulated is gone
         cell.mark()
 

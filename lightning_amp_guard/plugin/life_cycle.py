@@ -151,6 +151,7 @@ class LifeCycle(Configuration):
         engine.ranks = RankAgreement(
             strategy.root_device, on_every_attempt=lambda: sync is True or not spread()
         )
+        engine.given_up.ranks = engine.ranks
         if engine.manual:  # otherwise no gradient is held when the scale may grow
             engine.movement.ranks = engine.ranks
 

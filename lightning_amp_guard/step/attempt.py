@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.given_up import GivenUp
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.settings import AmpSettings
@@ -93,6 +94,8 @@ class AttemptEngine:
         self._extend_tallies()
         self.verifier: Verifier | None = None
         self.movement = ScaleMovement(scaler, self.windows)
+        self.given_up = GivenUp(settings, self.windows, self.movement, manual)
+        self.windows.thrown_away = self.given_up.thrown_away
         self.block: AllOrNone | None = None
         self.ranks: RankAgreement | None = None
         self.reopen: Reopens | None = None
@@ -132,11 +135,16 @@ class AttemptEngine:
         losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         detached = [loss.detach() for loss in losses]
         loss = detached[0] if len(detached) == 1 else torch.stack([d.sum() for d in detached])
+        overflowed = self.movement.overflowed_in_batch
         self.windows.before_backward(loss)
+        if not self.manual:  # what turns out to be thrown away here was made in an earlier batch
+            self.movement.overflowed_in_batch = overflowed
 
     def after_backward(self) -> None:
         """Note what the backward pass made. Host sync: none."""
         self.windows.after_backward()
+        if self.given_up.watching:
+            self.given_up.check(self.windows.reached)
 
     def _settle(self, *, verify: bool) -> None:
         """Close a backward pass that an exception (or a user's own `backward`) left open."""
@@ -202,6 +210,7 @@ class AttemptEngine:
         Host sync: one, plus one after a skip; none if it waits.
         """
         self._admit(lane)
+        self.given_up.watching = False
         shown = [witness for witness in self.witnesses if witness.looks()]
         wanted = bool(shown) or any([witness.wants_norm() for witness in self.witnesses])
         waits = patient and not wanted and self._may_wait(lane)
@@ -278,6 +287,8 @@ class AttemptEngine:
                 lane.stage = Stage.STEPPED
                 self.windows.unscale_(lane)
         elif self.checking and not lane.shared:
+            for cell in lane.cells:
+                self.given_up.thrown_away(cell)
             self.windows.clear(lane)
         if present:
             for witness in shown:
@@ -329,6 +340,10 @@ class AttemptEngine:
     def scale_moved(self, ratio: float) -> None:
         """Bring held gradients to the new scale. Host sync: none."""
         self.movement.scale_moved(ratio)
+
+    def updated(self) -> None:
+        """Learn that a loop written against torch's scaler has called `update`."""
+        self.given_up.answered()
 
     def stop_scaling(self) -> None:
         """Unscale what gradients are held, and scale no more; they are still checked.

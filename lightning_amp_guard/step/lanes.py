@@ -44,6 +44,7 @@ class Cell:
         self.losses: list[Tensor] = []
         self.nonfinite_loss = False
         self.flags: list[Tensor] = []  # is a gradient non-finite, as of the last check?
+        self.unanswered: list[Tensor] = []  # those flags, until the scale has had its turn
         self.tainted: list[Tensor] = []  # flags: did it overflow at an earlier scale already?
         self.overflows_before = 0  # overflows that the scale had answered when it was unscaled
         self.scale = 1.0  # the scale that the gradients carried then
@@ -78,7 +79,7 @@ class Cell:
         Args:
             leftovers: Gradients of the last one are still there, and what spoiled them with them.
         """
-        self.micro_batches, self.consumed = 0, False
+        self.micro_batches, self.consumed, self.unanswered = 0, False, []
         if not leftovers:
             self.spoiled = False
             self.losses, self.nonfinite_loss, self.tainted = [], False, []

@@ -64,6 +64,8 @@ class GradientWindows:
         self.overflows = 0
         self.settle: Callable[[], None] | None = None
         self.listener: PassListener | None = None
+        # told of a cell whose gradients are gone before its window is begun anew
+        self.thrown_away: Callable[[Cell], None] = lambda cell: None
         self._known: list[tuple[Lane, list[list[int]]]] = []
         self.refresh()
 
@@ -133,6 +135,7 @@ class GradientWindows:
             if self.listener is not None:
                 self.listener.before_pass(cell)
             if not cell.has_gradients():
+                self.thrown_away(cell)
                 cell.restart()
                 if len(self.cells) > 1:
                     cell.mark()
@@ -150,6 +153,7 @@ class GradientWindows:
         # host reads only where something of the last window might have to be kept
         consumed = cell.consumed
         if (consumed and not cell.spoiled) or not cell.is_nonzero():
+            self.thrown_away(cell)
             cell.restart()
         elif consumed:
             cell.restart(leftovers=True)
@@ -187,7 +191,7 @@ class GradientWindows:
             if cell.scaled:
                 cell.overflows_before, cell.scale = self.overflows, self.scaler.policy.scale
             flags = self.scaler.check_(cell, scaled=self.scaling and cell.scaled)
-            cell.flags = list(flags.values())
+            cell.flags = cell.unanswered = list(flags.values())
             for device, flag in flags.items():
                 known = lane.flags.get(device)
                 lane.flags[device] = flag if known is None else known + flag
