@@ -44,6 +44,7 @@ class GivenUp:
         """Check what a backward pass has made. Host sync: none."""
         for cell in cells:
             cell.unanswered = list(self.windows.scaler.multiply_held_(cell, 1.0).values())
+            cell.agreed = False
             cell.overflows_before = self.windows.overflows
             cell.mark()
 
@@ -52,10 +53,11 @@ class GivenUp:
 
         Host sync: none, or one or two where they had been checked.
         """
-        if not self.windows.scaling or cell.consumed or not cell.micro_batches:
+        agreed = cell.agreed and not self.manual
+        if not self.windows.scaling or cell.consumed or not (cell.micro_batches or agreed):
             return
-        if self.ranks is not None and self.ranks.on_every_attempt():
-            return  # the other ranks may have kept theirs
+        if self.ranks is not None and self.ranks.on_every_attempt() and not agreed:
+            return  # the other ranks may have kept theirs, or not know that they overflowed
         if not self.manual:
             self.watching = True
         flags, cell.unanswered = cell.unanswered, []

@@ -306,6 +306,8 @@ class AttemptEngine:
         if not lane.shared:
             nonfinite, lane.present = ranks.share(lane.flags.values(), present)
             lane.flags, lane.shared = {ranks.device: nonfinite}, True
+            for cell in lane.cells:
+                cell.unanswered, cell.agreed = [nonfinite], True
         return present or (lane.present is not None and bool(lane.present))
 
     def _conclude(

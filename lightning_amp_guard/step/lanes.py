@@ -45,6 +45,7 @@ class Cell:
         self.nonfinite_loss = False
         self.flags: list[Tensor] = []  # is a gradient non-finite, as of the last check?
         self.unanswered: list[Tensor] = []  # those flags, until the scale has had its turn
+        self.agreed = False  # are they those of all ranks?
         self.tainted: list[Tensor] = []  # flags: did it overflow at an earlier scale already?
         self.overflows_before = 0  # overflows that the scale had answered when it was unscaled
         self.scale = 1.0  # the scale that the gradients carried then

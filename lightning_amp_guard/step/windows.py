@@ -192,6 +192,7 @@ class GradientWindows:
                 cell.overflows_before, cell.scale = self.overflows, self.scaler.policy.scale
             flags = self.scaler.check_(cell, scaled=self.scaling and cell.scaled)
             cell.flags = cell.unanswered = list(flags.values())
+            cell.agreed = False
             for device, flag in flags.items():
                 known = lane.flags.get(device)
                 lane.flags[device] = flag if known is None else known + flag

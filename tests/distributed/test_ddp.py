@@ -176,6 +176,19 @@ class Compressed(Traced):
         self.trainer.strategy.model.register_comm_hook(None, self.hook)
 
 
+class GivesUp(Traced):
+    """Raises at the clip where a gradient is not finite, and lets the step go."""
+
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e6, error_if_nonfinite=True)
+
+    def optimizer_step(self, *args, **kwargs):
+        with contextlib.suppress(RuntimeError):
+            super().optimizer_step(*args, **kwargs)
+
+
 class SavesInsideWindow(Traced):
     def __init__(self, path):
         super().__init__()
@@ -374,6 +387,15 @@ def skip_limit(rank, folder):
     return str(caught.value)
 
 
+def steps_given_up(rank, folder):
+    found = {}
+    for sync in ("auto", True):
+        model = GivesUp([GOOD, BAD] if rank else [])
+        two_ranks(model, rank, plugin=plugin_of(sync_found_inf=sync))
+        found[sync] = model.told()
+    return found
+
+
 def saved_inside_window(rank, folder):
     model = SavesInsideWindow(folder / "inside.ckpt")
     with warnings.catch_warnings(record=True) as caught:
@@ -419,6 +441,7 @@ CHECKS = [
     precision_of_rank_0,
     counts_over_ranks,
     skip_limit,
+    steps_given_up,
     saved_inside_window,
     saved_by_two,
     resumed_by_two,
@@ -647,6 +670,15 @@ def test_skip_limit_is_reached_on_both_ranks(pair):
 
 
 # ------------------------------------------------------------------ checkpoints
+
+
+def test_overflow_whose_step_was_given_up_backs_off_on_both_ranks(pair):
+    first, second = pair(steps_given_up)
+    assert first == second
+    for told in first.values():
+        assert told["scales"] == [8.0, 8.0, 4.0, 8.0]  # answered when the gradients are gone
+        assert told["weights"] == [[7.0], [7.0], [6.0], [5.0]]
+        assert told["tallies"][-1] == [(3, 3, 0)]
 
 
 def test_checkpoint_inside_a_window_says_that_the_window_is_lost(pair, folder):
