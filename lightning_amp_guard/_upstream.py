@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -418,6 +419,16 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
         elif type(value) is dict and all([isinstance(v, Optimizer) for v in value.values()]):
             todo += value.values()
     return found
+
+
+def schedulers_of(holder: Any) -> list[LRScheduler]:
+    """Return the schedulers among an object's attributes, also in lists, tuples and dicts."""
+    found: list[LRScheduler] = []
+    for value in getattr(holder, "__dict__", {}).values():
+        values = value.values() if type(value) is dict else value
+        several = values if type(value) in (list, tuple, dict) else (value,)
+        found += [v for v in several if isinstance(v, LRScheduler)]
+    return [s for i, s in enumerate(found) if all([s is not known for known in found[:i]])]
 
 
 def is_compiled(module: Module) -> bool:

@@ -33,6 +33,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -934,6 +935,18 @@ def test_needs_closure_without_source_goes_by_the_signature():
     exec("def step(self, closure=None): assert closure", scope)
     made = type("Made", (torch.optim.SGD,), {"step": scope["step"]})
     assert not _upstream.needs_closure(made([param()], lr=0.5))
+
+
+def test_schedulers_are_found_among_attributes_once_each():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    one, two, three = (torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(3))
+    module = torch.nn.Linear(1, 1)
+    module.one, module.again, module.pair, module.named = one, one, (two, 5), {"x": three, "y": []}
+    assert _upstream.schedulers_of(module) == [one, two, three]
+    outer = torch.optim.lr_scheduler.SequentialLR(optimizer, [one, two], [1])
+    assert _upstream.schedulers_of(outer) == [one, two]
+    assert isinstance(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), LRScheduler)
+    assert _upstream.schedulers_of(object()) == []
 
 
 def test_inner_optimizers_finds_those_that_a_wrapper_steps():

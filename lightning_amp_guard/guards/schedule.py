@@ -48,18 +48,21 @@ class SchedulerGateCore(GuardCore):
     @names_its_class
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
+        self._heard = False  # has an outcome of this fit been heard of?
         self._turns: list[tuple[Any, Turn]] = []  # by identity: schedulers may define __eq__
         self._pending: list[list[bool]] = []
         self._patch: InstancePatch | None = None
         self._swapped: list[tuple[Any, type]] = []
+        self._own: list[Any] = []  # those that the module keeps to itself, and steps itself
 
     def attach(self, host: Host) -> None:
         """Stand before the schedulers of this fit."""
         self.detach()
         super().attach(host)
-        self._pending = []
+        self._pending, self._heard = [], False
         if host.module.automatic_optimization:
             self._patch = InstancePatch.once(host.module, "lr_scheduler_step", self._at_turn)
+        self._look_for_own()
         self._follow()
 
     def detach(self) -> None:
@@ -68,11 +71,23 @@ class SchedulerGateCore(GuardCore):
             self._patch.undo()
         for scheduler, kind in self._swapped:
             scheduler.__class__ = kind
-        self._patch, self._swapped, self._turns = None, [], []
+        self._patch, self._swapped, self._turns, self._own = None, [], [], []
         super().detach()
+
+    def _look_for_own(self) -> None:
+        """Find the schedulers that the module did not hand to the Trainer, inner ones aside."""
+        assert self.host is not None
+        found = _upstream.schedulers_of(self.host.module)
+        outer = [*found, *(config.scheduler for config in self.host.trainer.lr_scheduler_configs)]
+        inner = [scheduler for one in outer for scheduler in _upstream.schedulers_of(one)]
+        handed = outer[len(found) :]
+        self._own = [s for s in found if all([s is not other for other in (*handed, *inner)])]
 
     def after_outcome(self, outcome: StepOutcome) -> None:
         """Remember what became of the optimizer's attempt."""
+        if not self._heard and self.host is not None:
+            self._heard = True
+            self._look_for_own()  # the module may have made them when training started
         for turn, optimizer in self._follow():
             if optimizer == outcome.optimizer_idx:
                 turn.note(outcome.applied)
@@ -84,14 +99,15 @@ class SchedulerGateCore(GuardCore):
         """Return the turns of the schedulers there are now, callbacks may have swapped them."""
         if self.host is None:
             return []
-        found = []
-        for config in self.host.trainer.lr_scheduler_configs:
-            scheduler = config.scheduler
+        by_trainer = self.host.module.automatic_optimization
+        handed = [config.scheduler for config in self.host.trainer.lr_scheduler_configs]
+        found: list[tuple[Turn, int | None]] = []
+        for scheduler in (*handed, *self._own):
             turn = self._turn_of(scheduler)
             if turn is None:
                 turn = Turn(*(self._pending.pop(0) if self._pending else ()))
                 self._turns.append((scheduler, turn))
-                if not self.host.module.automatic_optimization:
+                if not by_trainer or len(found) >= len(handed):
                     self._swap(scheduler, turn)
             found.append((turn, self._optimizer_of(scheduler)))
         return found
@@ -123,17 +139,17 @@ class SchedulerGateCore(GuardCore):
         return step(scheduler, *args, **kwargs)
 
     def _swap(self, scheduler: Any, turn: Turn) -> None:
-        """Manual optimization: leave out a call when every attempt since the last was skipped.
+        """The user's own calls: leave one out when every attempt since the last was skipped.
 
         The class is swapped, because an instance attribute would land in the `state_dict`.
         """
         kind = type(scheduler)
-        gates = {"step": _gate(kind, "step", turn)} if hasattr(kind, "step") else {}
+        gates = {"step": self._gate(kind, "step", turn)} if hasattr(kind, "step") else {}
         # timm's have `step(epoch)` and `step_update(num_updates)`, each with turns of its own
         for name in dir(kind):
             if name.startswith("step_") and isfunction(getattr_static(kind, name)):
                 turn.others.append(Turn(turn.applied, turn.skipped))
-                gates[name] = _gate(kind, name, turn.others[-1])
+                gates[name] = self._gate(kind, name, turn.others[-1])
 
         def reduce(self: Any, protocol: Any) -> Any:
             reduced: Any = object.__reduce_ex__(self, protocol)
@@ -147,6 +163,20 @@ class SchedulerGateCore(GuardCore):
         gated = type(kind.__name__, (kind,), names)
         scheduler.__class__ = gated
         self._swapped.append((scheduler, kind))
+
+    def _gate(self, kind: type, name: str, turn: Turn) -> Callable[..., Any]:
+        method = getattr(kind, name)
+
+        @wraps(method)
+        def gated(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.host is not None:
+                self.host.settle()
+            applied, skipped = turn.take()
+            if skipped and not applied:
+                return None
+            return method(scheduler, *args, **kwargs)
+
+        return gated
 
     def save(self) -> list[list[bool]]:
         """Return `[applied, skipped]` since the last turn, per scheduler of the Trainer."""
@@ -164,20 +194,7 @@ class SchedulerGateCore(GuardCore):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings; what belongs to a running fit stays behind."""
         fresh: dict[str, Any] = {"_turns": [], "_pending": [], "_patch": None, "_swapped": []}
-        return {**super().__getstate__(), **fresh}
-
-
-def _gate(kind: type, name: str, turn: Turn) -> Callable[..., Any]:
-    method = getattr(kind, name)
-
-    @wraps(method)
-    def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        applied, skipped = turn.take()
-        if skipped and not applied:
-            return None
-        return method(self, *args, **kwargs)
-
-    return gated
+        return {**super().__getstate__(), **fresh, "_own": []}
 
 
 def _new(kind: type, *args: Any) -> Any:
@@ -193,9 +210,11 @@ class SchedulerGate(SchedulerGateCore, Guard):
     an overridden `lr_scheduler_step`) only if an update of its optimizer was applied since its
     previous turn. In manual optimization your `scheduler.step()` does nothing if every attempt
     since the previous call was skipped; with no attempt at all it passes; likewise `step_update` and
-    other methods named `step_...`. Schedulers of optimizers that the plugin does not step are left
-    alone (steps by `plugin.scaler.step`, past Lightning, too),
-    and their `state_dict` is untouched.
+    other methods named `step_...`. So it is, in either mode, with a scheduler of torch's that the
+    module keeps as an attribute and steps itself (`self.lr_scheduler.step()` in `optimizer_step`)
+    instead of handing it to the Trainer. Schedulers of optimizers that the plugin does not step are
+    left alone (steps by `plugin.scaler.step`, past Lightning, too), and their `state_dict` is
+    untouched.
 
     Args:
         enabled: `False` lets schedules advance as in stock Lightning.

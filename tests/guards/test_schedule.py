@@ -571,3 +571,145 @@ def test_flags_of_a_former_resume_do_not_reach_the_next_fit():
     fit(Loads([B], make_scheduler=halving), plugin(), n=1, callbacks=[gate])
     trainer = fit(Line([B], make_scheduler=halving), plugin(), n=1, callbacks=[gate])
     assert position(trainer) == 0
+
+
+# ---------------------------------------------------------------------- kept by the module itself
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.5, fused=True)
+
+
+class KeepsIts:
+    """Keeps its scheduler to itself; `lrs[i]` is the rate in force during batch i."""
+
+    def __init__(self, *args, make_own=halving, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.make_own, self.lrs = make_own, []
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        self.own = self.make_own(optimizer)
+        return optimizer
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class StepsItInOptimizerStep(KeepsIts, Line):
+    """As Lightning's own tutorials do it."""
+
+    on_step_outcome = None  # nobody needs outcomes at once but the schedule
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.own.step()
+
+
+class StepsItAtBatchEnd(KeepsIts, Line):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.own.step()
+
+
+class StepsItByHand(KeepsIts, ManualLine):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.own.step()
+
+
+class MakesItInTime(StepsItAtBatchEnd):
+    """The scheduler comes only when training starts, in a list."""
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+    def on_train_start(self):
+        self.several = [halving(self.trainer.optimizers[0])]
+
+    @property
+    def own(self):
+        return self.several[0]
+
+
+@pytest.mark.parametrize("optimizer", [None, adamw], ids=["plain", "late"])
+@pytest.mark.parametrize(
+    "kind", [StepsItInOptimizerStep, StepsItAtBatchEnd, StepsItByHand, MakesItInTime]
+)
+def test_scheduler_that_the_module_keeps_waits_on_skipped_steps(kind, optimizer):
+    model = kind([B, G, N, G, G], optimizer)
+    fit(model, plugin(), n=6)
+    assert model.lrs == [0.5, 0.5, 0.25, 0.25, 0.125, 0.0625]
+    assert type(model.own) is StepLR
+
+
+def test_scheduler_that_the_module_keeps_runs_ahead_with_the_gate_disabled():
+    model = StepsItInOptimizerStep([G, B, G])
+    fit(model, plugin(), n=3, callbacks=[SchedulerGate(enabled=False)])
+    assert model.lrs == [0.5, 0.25, 0.125]
+
+
+def test_inner_schedulers_that_the_module_keeps_as_well_follow_the_outer_one():
+    class KeepsParts(StepsItInOptimizerStep):
+        def configure_optimizers(self):
+            optimizer = self.make_optimizer(self.parameters())
+            self.warm_up = ConstantLR(optimizer, factor=1.0, total_iters=1)
+            self.rest = halving(optimizer)
+            self.own = SequentialLR(optimizer, [self.warm_up, self.rest], milestones=[1])
+            return optimizer
+
+    model = KeepsParts([B, G, B])
+    fit(model, plugin(), n=6)
+    assert model.lrs == [0.5, 0.5, 0.5, 0.5, 0.25, 0.125]
+    assert model.own.last_epoch == 4
+
+
+def test_scheduler_that_the_module_keeps_of_those_it_hands_over_has_one_gate():
+    class KeepsAndHandsOver(KeepsIts, Line):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": self.own, "interval": "step"},
+            }
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            self.kinds = [type(self.own) is StepLR, *getattr(self, "kinds", [])]
+
+    model = KeepsAndHandsOver([B, G, G])
+    fit(model, plugin(), n=4)
+    assert model.lrs == [0.5, 0.5, 0.25, 0.125]
+    assert model.kinds == [True] * 4
+
+
+def test_scheduler_of_an_optimizer_outside_the_fit_is_left_alone():
+    class OfAnother(StepsItAtBatchEnd):
+        def configure_optimizers(self):
+            optimizer = self.make_optimizer(self.parameters())
+            other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+            self.own = halving(other)
+            other.step()  # torch expects one before the scheduler's first
+            return optimizer
+
+    model = OfAnother([B, B, B])
+    fit(model, plugin(), n=4)
+    assert model.own.last_epoch == 4
+
+
+@none_is_meant
+def test_flags_of_a_kept_scheduler_survive_a_resume(tmp_path):
+    class EverySecond(KeepsIts, Line):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            if batch_idx == 2 and not self.trainer.ckpt_path:
+                self.trainer.save_checkpoint(tmp_path / "x.ckpt")
+            if batch_idx % 2:
+                self.own.step()
+
+    # batches 0, 1: a turn with an update; 2 is skipped, 3 has no loss: a turn with nothing but a skip
+    whole, resumed = EverySecond([G, G, B, O]), EverySecond([O])
+    fit(whole, plugin(), n=6)
+    fit(resumed, plugin(), n=6, ckpt_path=tmp_path / "x.ckpt")
+    assert whole.own.last_epoch == 2
+    assert resumed.own.last_epoch == 1  # its turn after 3 was left out, that after 5 was not
