@@ -340,7 +340,9 @@ class MonitoredRun:
         self.journal.add_to_last(loss=whole, param_checksum=hexadecimal(own))
         newest = self.journal.newest
         if newest is not None and not self.journal.looks:
-            self.suspicion.note(newest.optimizer, newest.attempt, whole, batch)
+            self.suspicion.note(
+                newest.optimizer, newest.attempt, whole, batch, applied=newest.applied
+            )
 
     def look(self, lost_scaler: str = "") -> RunView:
         """Return what the rules get to see. Host sync: none.

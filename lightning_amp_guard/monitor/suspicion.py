@@ -113,10 +113,14 @@ class Suspicion:
             bad = self._read(self._watch) or bad
         self._follow(outcome.optimizer_idx, bad)
 
-    def note(self, optimizer_idx: int, attempt: int, loss: float | None, batch: Any) -> None:
+    def note(
+        self, optimizer_idx: int, attempt: int, loss: float | None, batch: Any, *, applied: bool
+    ) -> None:
         """Take into account that an attempt's loss has become known after it was heard of."""
-        if _is_bad(loss):
-            self._look_into(batch, optimizer_idx, attempt, None)
+        if not _is_bad(loss):
+            return
+        self._look_into(batch, optimizer_idx, attempt, None)
+        if applied or self.locator is None:  # skips are the locator's
             self._follow(optimizer_idx, True)
 
     def _look_into(self, batch: Any, idx: int, attempt: int, known: str | None) -> None:

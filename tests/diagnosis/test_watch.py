@@ -428,6 +428,27 @@ def test_what_a_smaller_scale_may_end(changes, overflow):
     assert culprit(**changes).may_be_overflow is overflow
 
 
+def test_watches_of_one_step_do_not_claim_each_others_operators():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    model = net(Apply(Doubled.apply))
+    model.head.weight.data.mul_(INF)
+    pair = [NonFiniteWatch(model).install() for _ in range(2)]
+    out = model(ones()).sum()
+    for watch in pair:
+        found = watch.culprit()
+        assert (found.module, found.direction, found.custom) == ("head", "forward", None)
+        watch.remove()
+    assert torch.isnan(out)
+
+
 # ---------------------------------------------------------------------- who is watched
 
 

@@ -78,14 +78,14 @@ def test_bad_batches_are_told_with_their_attempts(suspicion):
     suspicion.hear(skipped(4, reason=SkipReason.NONFINITE_LOSS), None, GOOD_BATCH)
     assert "1 NaN in 2 values" in first
     assert (suspicion.bad_batch, suspicion.bad_attempts) == (first, ((0, 3),))
-    suspicion.note(0, 7, math.inf, {"x": BAD_BATCH})
+    suspicion.note(0, 7, math.inf, {"x": BAD_BATCH}, applied=True)
     assert "batch['x'] holds 1 NaN" in suspicion.bad_batch
     assert suspicion.bad_attempts == ((0, 3), (0, 7))
 
 
 def test_bad_batch_of_a_good_loss_is_nobodys_business(suspicion):
     suspicion.hear(skipped(0), 1.0, BAD_BATCH)
-    suspicion.note(0, 1, 1.0, BAD_BATCH)
+    suspicion.note(0, 1, 1.0, BAD_BATCH, applied=True)
     assert suspicion.bad_batch == ""
 
 
@@ -153,6 +153,8 @@ def test_skips_are_left_to_a_locator(net):
     assert not suspicion.armed
     assert (suspicion.bad_batch, suspicion.bad_attempts) == ("batch holds 9 NaN", ((0, 5),))
     assert suspicion.culprit == "the locator's"
+    suspicion.note(0, 5, math.nan, GOOD_BATCH, applied=False)
+    assert not suspicion.armed
     suspicion.hear(applied(6), math.nan, GOOD_BATCH)  # no skip: no locator is armed
     assert suspicion.armed
     suspicion.close()
@@ -203,12 +205,26 @@ def test_float32_run_without_a_ledger_is_looked_at_in_log_steps_alone():
     assert noted.seen == [False, False, False, False, True, False]
 
 
-def test_safeamp_run_has_no_hooks_of_the_monitor_for_a_skip():
-    noted = Hooks()
-    callbacks = [AmpMonitor(), noted]
-    fit(Line([GOOD, BAD]), SafeAMP(init_scale=64.0), 4, callbacks=callbacks)
-    # the locator's own
-    assert noted.seen == [False, False, True, False]
+class CountedHooks(Hooks):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen.append(hooks(pl_module))
+
+
+@pytest.mark.filterwarnings("ignore:`NonFiniteLocator`")
+@pytest.mark.parametrize("fault", [BAD, NAN_LOSS])
+@pytest.mark.parametrize("every", [1, 100])
+def test_safeamp_run_has_no_hooks_of_the_monitor_for_a_skip(fault, every):
+    noted = CountedHooks()
+    callbacks = [AmpMonitor(warn_after=None), noted]
+    fit(
+        Line([GOOD, fault, fault]),
+        SafeAMP(init_scale=64.0),
+        5,
+        callbacks=callbacks,
+        log_every_n_steps=every,
+    )
+    # the locator's own: two for the model and two for its one layer
+    assert noted.seen == [0, 0, 4, 4, 0]
 
 
 def test_an_exception_takes_the_hooks_away():

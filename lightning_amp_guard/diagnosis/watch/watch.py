@@ -23,8 +23,6 @@ from lightning_amp_guard.diagnosis.watch.seen import Numbers, Seen, choose
 
 __all__ = ["NonFiniteWatch"]
 
-_MARK = "lightning_amp_guard.watch"  # in a node's metadata: which watch has claimed it
-
 
 @dataclass(frozen=True)
 class _Open:
@@ -170,9 +168,10 @@ class NonFiniteWatch:
         todo: list[Any] = [tensor.grad_fn for tensor in tensors]
         while todo:
             node = todo.pop()
-            if node is None or not node.next_functions or node.metadata.get(_MARK) is self:
+            # each watch marks for itself: several may look at one step
+            if node is None or not node.next_functions or self in node.metadata:
                 continue
-            node.metadata[_MARK] = self
+            node.metadata[self] = True
             node.register_hook(self._hook_of(owner, node.name(), is_composite(node)))
             if (custom := custom_name(node)) is not None:
                 self._custom.setdefault(owner, custom)
