@@ -15,6 +15,7 @@ from lightning_amp_guard.misplaced import RefusedOnClass, SilentOnClass, as_call
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
+from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.attempt import AttemptEngine
 
 __all__ = ["Guard", "GuardCore", "GuardSetup", "Host", "InstancePatch"]
@@ -30,6 +31,7 @@ class Host(Protocol):
     guards: list[Any]
     precision: Any
     switched: str | None
+    settings: AmpSettings
 
     @property
     def tallies(self) -> list[StepTally]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
+from lightning_amp_guard.plugin.fp32_scope import with_module
 
 __all__ = ["NonFiniteLocator"]
 
@@ -57,6 +59,7 @@ class NonFiniteLocatorCore(GuardCore):
         #: What is not finite in the batch itself, "" if nothing or unknown.
         self.bad_batch = ""
         self._told: set[tuple[str, str]] = set()
+        self._reason: SkipReason | None = None  # of the last skip
         self._trouble: _Trouble | None = None
 
     def attach(self, host: Host) -> None:
@@ -88,13 +91,14 @@ class NonFiniteLocatorCore(GuardCore):
         else:
             self._read(self.host, trouble)
         trouble.count(outcome)
+        self._reason = outcome.reason
         if outcome.reason is SkipReason.NONFINITE_LOSS:
             self._judge_batch(self.host, trouble, batch)
         self._report(self.host, trouble, outcome)
 
     def _arm(self, host: Host) -> _Trouble:
         self.culprit, self.bad_batch = None, ""
-        watch = NonFiniteWatch(host.module).install()
+        watch = NonFiniteWatch(host.module, host.precision).install()
         host.hear("outcome", self._after_any)
         host.hear("loss", watch.see_loss)
         if watch.left_alone and self._first(("left alone", "")):
@@ -166,11 +170,20 @@ class NonFiniteLocatorCore(GuardCore):
 
     @property
     def remedy(self) -> str:
-        """What mends a backward pass that no smaller scale would mend, "" for other faults."""
+        """What mends a fault that neither a smaller scale nor float32 for a module would mend.
+
+        Of a backward pass also what float32 would mend, where no smaller scale does; else "".
+        """
         culprit = self._blamed()
-        if culprit is None or culprit.direction == "forward" or culprit.may_be_overflow:
-            return ""
-        return culprit.remedy
+        if culprit is None:
+            return _CLEAN if self.bad_batch and self._reason is SkipReason.NONFINITE_LOSS else ""
+        named = culprit.direction == "forward" and culprit.path is not None
+        return "" if named or culprit.may_be_overflow else self._remedy_of(culprit)
+
+    def _remedy_of(self, culprit: Culprit) -> str:
+        assert self.host is not None
+        chosen = with_module(self.host.settings.fp32_modules, culprit.module)
+        return culprit.remedy_by(f"SafeAMP(fp32_modules={json.dumps(chosen)})")
 
     def _report(self, host: Host, trouble: _Trouble, outcome: StepOutcome) -> None:
         culprit, loss = self._blamed(), outcome.reason is SkipReason.NONFINITE_LOSS
@@ -182,7 +195,7 @@ class NonFiniteLocatorCore(GuardCore):
             due = at_once or (not loss and _outlasts(host, trouble, culprit, outcome))
             trouble.told = due
             if due and self._first((culprit.module, culprit.direction)):
-                parts.append(f"{culprit.sentence} {culprit.remedy}")
+                parts.append(f"{culprit.sentence} {self._remedy_of(culprit)}")
         if parts:
             host.warn(f"`{self.name}`: {' '.join(parts)}")
 

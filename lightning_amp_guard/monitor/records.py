@@ -163,6 +163,8 @@ class RunView:
             `None` if unknown.
         culprit_path: The same as a name for `fp32_modules`, e.g. "net.culprit"; `None` where float32
             would not help, as for weights that hold NaN.
+        culprit_help: Likely cause and change of the same, where float32 would not help; or `None`.
+        fp32_modules: What runs in float32 already, by the plugin's argument.
         custom_op: Name of the `autograd.Function` or custom operator at fault, if it was one.
         bad_batch: `str()` of `scan_batch`'s report on the latest batch that was not finite and whose
             loss was not either; empty if there was none.
@@ -183,6 +185,8 @@ class RunView:
     schedules: Sequence[ScheduleLead] = ()
     culprit: str | None = None
     culprit_path: str | None = None
+    culprit_help: tuple[str, str] | None = None
+    fp32_modules: Sequence[str] = ()
     custom_op: str | None = None
     bad_batch: str = ""
     resumed_without_scaler: str = ""

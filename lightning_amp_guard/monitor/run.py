@@ -93,7 +93,7 @@ class MonitoredRun:
         self._layers = {id(p): name.rpartition(".")[0] for name, p in module.named_parameters()}
         self.rank_checksums: Sequence[str] = ()
         self._updates_at_scale = 0
-        self.suspicion = Suspicion(module, self._locator())
+        self.suspicion = Suspicion(module, self._locator(), trainer.precision)
         self.batch: Any = None
 
     # ------------------------------------------------------------------ what the run says
@@ -353,7 +353,6 @@ class MonitoredRun:
         fits = tallies_since(self.tallies, self.metrics.before)
         leads = view.schedule_leads(self.trainer, self.schedules, fits)
         culprit = self.suspicion.culprit
-        path = None if culprit is None or culprit.parameters else culprit.path
         weights = state = 0
         if self.baseline is not None:
             weights = view.parameter_bytes(self.journal.parameters)
@@ -363,7 +362,9 @@ class MonitoredRun:
             self.journal.rows(),
             leads if self.module.automatic_optimization else (),
             culprit=None if culprit is None else str(culprit),
-            culprit_path=path,
+            culprit_path=None if culprit is None else culprit.path,
+            culprit_help=None if culprit is None else self._help(culprit),
+            fp32_modules=() if self.native is None else self.native.settings.fp32_modules,
             custom_op=None if culprit is None else _guilty_operator(culprit),
             bad_batch=self.suspicion.bad_batch,
             bad_attempts=self.suspicion.bad_attempts,
@@ -376,6 +377,16 @@ class MonitoredRun:
             weight_bytes=weights,
             state_bytes=state,
         )
+
+    def _help(self, culprit: Culprit) -> tuple[str, str] | None:
+        """Return cause and change where float32 for the module would not help."""
+        if culprit.path is not None or not (
+            culprit.module or culprit.parameters or culprit.buffers
+        ):
+            return None
+        if culprit.parameters and self.native is None and self.scaler is None:
+            return None  # nothing held NaN gradients back: the weights are not the beginning
+        return culprit.cause, culprit.change.removesuffix(".")
 
     def _locator(self) -> Any:
         guards = () if self.native is None else self.native.guards

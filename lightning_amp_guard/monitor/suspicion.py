@@ -33,6 +33,7 @@ class Suspicion:
     Args:
         module: The LightningModule.
         locator: The plugin's `NonFiniteLocator`, if it has one.
+        precision: The run's, as Lightning names it.
 
     Host sync: none unless armed; then one per device and attempt, and one per batch of a bad loss.
 
@@ -47,8 +48,8 @@ class Suspicion:
         >>> suspicion.close()
     """
 
-    def __init__(self, module: Module, locator: Any = None) -> None:
-        self.module, self.locator = module, locator
+    def __init__(self, module: Module, locator: Any = None, precision: Any = "16-mixed") -> None:
+        self.module, self.locator, self.precision = module, locator, precision
         self._culprit: Culprit | None = None
         #: What was not finite in the batch of the latest bad loss whose batch was not finite.
         self.bad_batch = ""
@@ -154,7 +155,7 @@ class Suspicion:
             self.close()
         elif self._watch is None:
             self._culprit = None
-            self._watch = NonFiniteWatch(self.module).install()
+            self._watch = NonFiniteWatch(self.module, self.precision).install()
 
 
 def _bad_fields(batch: Any) -> str:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_amp_guard import _upstream
 
-__all__ = ["Float32Scopes", "select"]
+__all__ = ["Float32Scopes", "select", "with_module"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -41,6 +41,19 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[set[str], lis
         if not hits:
             idle.append(pattern)
     return kept - gone, idle
+
+
+def with_module(patterns: Sequence[str], name: str) -> list[str]:
+    """Return the patterns that select the module too, beside what they select so far.
+
+    Patterns that take the module out are left out.
+
+    Example:
+        >>> with_module(["encoder"], "head"), with_module(["*", "!head"], "head")
+        (['encoder', 'head'], ['*'])
+    """
+    kept = [p for p in patterns if not (p.startswith("!") and fnmatchcase(name, p[1:]))]
+    return kept if name in select([name], kept)[0] else [*kept, name]
 
 
 class _Scope:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 
 from lightning_amp_guard.errors import AmpGuardError, NonFiniteGradientError, SkipLimitError
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
+from lightning_amp_guard.plugin.fp32_scope import with_module
 from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.lanes import Lane
 
@@ -42,14 +44,15 @@ def alarm(
         names: Parameter names by `id`.
         culprit: The module to blame, where something located it.
         finding: What located it, in a sentence.
-        remedy: What mends a gradient that no smaller scale would mend, with what was expected.
+        remedy: What mends a fault that neither a smaller scale nor float32 for the module would
+            mend, with what was expected.
         scaling: Whether losses are scaled (FP16); under bfloat16 no scale can help.
     """
     limit = settings.max_consecutive_skips
     found = f" {finding}" if finding else ""
-    advice = _remedy(outcome, owner, culprit, scaling)
+    advice = _remedy(outcome, owner, culprit, settings.fp32_modules, scaling)
     expected = f" {_expected(outcome, scaling)}"
-    if remedy and outcome.reason is SkipReason.NONFINITE_GRADIENTS:
+    if remedy and outcome.reason is not SkipReason.PARTNER_SKIPPED:
         # it says itself what was expected; the message ends in the line to write
         advice, expected = remedy[:-1] if remedy.endswith("`.") else remedy, ""
     if settings.error_if_nonfinite:
@@ -87,7 +90,9 @@ def _expected(outcome: StepOutcome, scaling: bool) -> str:
     return "Expected finite values: they do not depend on the scale."
 
 
-def _remedy(outcome: StepOutcome, owner: str, culprit: str | None, scaling: bool) -> str:
+def _remedy(
+    outcome: StepOutcome, owner: str, culprit: str | None, chosen: Sequence[str], scaling: bool
+) -> str:
     if outcome.reason is SkipReason.PARTNER_SKIPPED:
         return "Look at the outcomes of the optimizers it is held together with."
     first = {
@@ -96,8 +101,8 @@ def _remedy(outcome: StepOutcome, owner: str, culprit: str | None, scaling: bool
             'Use `precision="bf16-mixed"`, or run' if scaling else "Run"
         ),
     }[outcome.reason or SkipReason.NONFINITE_GRADIENTS]
-    module = culprit or "name.of.module"
-    return f'{first} the module at fault in float32: `{owner}(fp32_modules=["{module}"])`'
+    modules = json.dumps(with_module(chosen, culprit or "name.of.module"))
+    return f"{first} the module at fault in float32: `{owner}(fp32_modules={modules})`"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -119,11 +119,93 @@ def test_numbers_of_a_forward_fault_are_those_of_the_output():
     assert found.dtype is torch.float32
     assert (found.max_abs, found.max_abs_in, found.finite_share) == (6.0, 7.0, 0.5)
     assert found.what == "inf"
-    assert found.path == "culprit"
     assert str(found) == (
         "the module 'culprit' (Apply) returned inf (float32, 50 % finite, largest finite |x| 6),"
         " although its inputs were finite (largest |x| 7)."
     )
+
+
+def under(dtype):
+    """A loss function whose module runs under autocast to `dtype`, or with autocast off."""
+
+    def loss(model, x):
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            return model(x).float().sum()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("dtype", "computes_in", "path", "said", "unsaid", "ending"),
+    [
+        (
+            torch.float16,
+            torch.float16,
+            "culprit",
+            "65504",
+            "already",
+            'SafeAMP(fp32_modules=["x"])',
+        ),
+        (
+            torch.bfloat16,
+            torch.bfloat16,
+            "culprit",
+            "8 bits",
+            "65504",
+            'SafeAMP(fp32_modules=["x"])',
+        ),
+        (None, torch.float32, None, "in float32 already", "65504", "x.clamp(min=1e-6)"),
+    ],
+)
+def test_float32_is_advised_only_where_it_is_not_there_yet(
+    dtype, computes_in, path, said, unsaid, ending
+):
+    found = watched(net(Apply(lambda x: (x - x) / (x - x))), ones(), loss=under(dtype))
+    assert (found.module, found.computes_in, found.path) == ("culprit", computes_in, path)
+    text = found.remedy_by('SafeAMP(fp32_modules=["x"])')
+    assert said in text
+    assert unsaid not in text
+    assert text.endswith(f"`{ending}`.")
+
+
+def test_module_that_is_called_under_autocast_and_without_may_be_helped_by_float32():
+    model = net(Apply(lambda x: x / 0))
+
+    def loss(model, x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            model.culprit(x * 0 + 1)
+        return model(x).sum()
+
+    assert watched(model, ones(), loss=loss).path == "culprit"
+
+
+def test_nan_in_a_buffer_is_told_and_a_mask_of_inf_is_not():
+    class Shifted(nn.Module):
+        def __init__(self, value, extra):
+            super().__init__()
+            self.register_buffer("shift", torch.tensor([0.0, value]))
+            self.register_buffer("mask", torch.tensor([0.0, -INF]))
+            self.factor = extra
+
+        def forward(self, x):
+            return (x + self.shift) * self.factor
+
+    found = watched(net(Shifted(NAN, 1.0)), ones())
+    assert (found.module, found.buffers, found.path) == ("culprit", ("shift",), None)
+    assert "its own buffers 'shift' hold NaN" in str(found)
+    assert found.remedy.startswith("Expected finite weights.")
+    assert found.remedy.endswith('`trainer.fit(model, ckpt_path="last-good.ckpt")`.')
+    assert watched(net(Shifted(0.0, NAN)), ones()).buffers == ()
+
+
+def test_statistics_of_batch_normalization_are_no_cause_while_it_trains():
+    model = net(nn.BatchNorm1d(2))
+    model.culprit.running_mean.fill_(NAN)
+    nn.init.constant_(model.culprit.weight, 3e38)
+    x = torch.tensor([[1.0, -1.0], [-9.0, 4.0], [0.0, 0.0]])
+    assert watched(model, x, loss=lambda m, x: (m(x) * 4).sum()).buffers == ()
+    model.culprit.eval()
+    assert watched(model, x).buffers == ("running_mean",)
 
 
 @pytest.mark.parametrize(

@@ -276,15 +276,27 @@ class Root(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`NonFiniteLocator`")
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize(
-    ("inside", "ending"),
+    ("precision", "inside", "ending"),
     [
         (
+            "16-mixed",
             False,
             "root of zero, or exceeds 65504 in float16. Compute it in float32: `loss_fn(x.float())`",
         ),
-        (True, 'an `eps` of its own. Run it in float32: `SafeAMP(fp32_modules=["inside"])`'),
+        (
+            "bf16-mixed",
+            False,
+            "with its 8 bits, makes zero. Compute it in float32: `loss_fn(x.float())`",
+        ),
+        *[
+            (
+                precision,
+                True,
+                'an `eps` of its own. Run it in float32: `SafeAMP(fp32_modules=["inside"])`',
+            )
+            for precision in ("16-mixed", "bf16-mixed")
+        ],
     ],
 )
 def test_error_of_what_no_scale_mends_ends_in_the_culprits_own_remedy(precision, inside, ending):
@@ -306,6 +318,67 @@ def test_error_of_a_possible_overflow_still_waits_for_the_scale():
         make_trainer(plugin).fit(gradient_of(4096.0), fit_data(4))
     assert "`NonFiniteLocator`: the step of Steep" in str(caught.value)
     assert str(caught.value).endswith('`SafeAMP(fp32_modules=["name.of.module"])`')
+
+
+def ended(model, data, plugin):
+    """The messages of the package's warnings in a fit that ends, and the error that ended it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(SkipLimitError) as error:
+            make_trainer(plugin).fit(model, data)
+    said = [str(w.message) for w in caught if w.category is AmpGuardWarning]
+    return said, str(error.value)
+
+
+class Divides(Line):
+    """The loss is 0 / 0 in `ratio`, in any precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.ratio = Ratio()
+
+    def loss(self, batch):
+        return self.ratio(self.lin(batch[0]) * 0).sum()
+
+
+class Ratio(nn.Module):
+    def forward(self, x):
+        return x / x
+
+
+@pytest.mark.parametrize(
+    ("chosen", "line"),
+    [
+        ([], 'SafeAMP(fp32_modules=["ratio"])'),
+        (["lin"], 'SafeAMP(fp32_modules=["lin", "ratio"])'),
+        (["*", "!ratio"], 'SafeAMP(fp32_modules=["*"])'),
+        (["lin", "ratio"], "x.clamp(min=1e-6)"),  # done already, and it was no use
+    ],
+)
+def test_advice_counts_what_runs_in_float32_already(chosen, line):
+    plugin = SafeAMP(max_consecutive_skips=3, fp32_modules=chosen)
+    said, error = ended(Divides(), fit_data(4), plugin)
+    assert ["'ratio'" in text for text in said] == [True]
+    assert said[0].endswith(f"`{line}`.")
+    assert error.endswith(f"`{line}`")
+    assert error.count("Expected") == 1
+
+
+def test_error_of_weights_that_hold_inf_ends_in_the_checkpoint_to_load():
+    model = Net()
+    nn.init.constant_(model.net[4].weight, INF)
+    said, error = ended(model, batches(4), SafeAMP(max_consecutive_skips=3))
+    assert said[0].endswith('`trainer.fit(model, ckpt_path="last-good.ckpt")`.')
+    assert error.endswith('`trainer.fit(model, ckpt_path="last-good.ckpt")`')
+    assert "fp32_modules" not in error
+
+
+def test_error_of_a_bad_batch_ends_in_what_mends_the_batch():
+    bad = batches(4, NAN, at=range(4))
+    said, error = ended(Net(), bad, SafeAMP(max_consecutive_skips=3))
+    assert "the batch itself is not finite" in said[0]
+    assert error.endswith("write `torch.nan_to_num(x)` where the batch is made.")
+    assert "fp32_modules" not in error
 
 
 def test_error_at_the_first_skip_has_nothing_to_add():

@@ -242,6 +242,14 @@ class TooLoud(nn.Module):
         return (x * 1000.0).pow(2).mean().float()
 
 
+class Divides(nn.Module):
+    """0 / 0 in any precision."""
+
+    def forward(self, x):
+        x = x * 0
+        return (x / x).sum()
+
+
 class Spread(nn.Module):
     """The root of a variance of zero: a slope of inf, times zero."""
 
@@ -270,6 +278,23 @@ def test_forward_pass_that_leaves_float16_is_told_with_its_module(condition):
     says(finding, "(8 were skipped)", "attempt 7", "'head' (TooLoud)")
     assert "the forward pass leaves float16's range" in finding.cause
     assert finding.remedy.endswith('`Trainer(plugins=[SafeAMP(fp32_modules=["head"])])`')
+
+
+def test_module_that_computes_in_float32_already_is_not_sent_there_again():
+    plugin = SafeAMP(init_scale=16.0, fp32_modules=["head"], max_consecutive_skips=None)
+    told = monitored(Net(Divides()), 12, log_every_n_steps=1, plugin=plugin)
+    finding = told.only("AMP103")
+    assert "it computes in float32 already" in finding.cause
+    assert finding.remedy == "Keep its inputs away from there: `x.clamp(min=1e-6)`"
+
+
+def test_weights_that_hold_inf_are_told_as_the_cause():
+    model = Net(Loud())
+    torch.nn.init.constant_(model.lin.weight, float("inf"))
+    plugin = SafeAMP(init_scale=16.0, max_consecutive_skips=None)
+    finding = monitored(model, 12, log_every_n_steps=1, plugin=plugin).only("AMP103")
+    assert "from a checkpoint" in finding.cause
+    assert finding.remedy.endswith('`trainer.fit(model, ckpt_path="last-good.ckpt")`')
 
 
 def test_overflows_here_and_there_are_told_by_their_share():

@@ -236,6 +236,29 @@ def test_fsdp_plugin_is_named_to_those_who_use_it():
     assert "SafeFSDP(" in only(view(rows, facts), "AMP103").remedy
 
 
+def test_advice_counts_what_runs_in_float32_already():
+    rows = [skip(i, 1.0, 1.0) for i in range(8)]
+    finding = only(view(rows, culprit="'b'", culprit_path="b", fp32_modules=("a",)), "AMP103")
+    assert finding.remedy.endswith('`Trainer(plugins=[SafeAMP(fp32_modules=["a", "b"])])`')
+
+
+def test_culprit_that_float32_would_not_help_gets_its_own_cause_and_change():
+    told = {"culprit": "'b'", "culprit_help": ("its weights are spoiled", "Load: `load(x)`")}
+    rows = [skip(i, 1.0, 1.0, loss=float(i)) for i in range(16)]
+    overflows, frozen = find(view(rows, **told))
+    assert (overflows.code, overflows.cause) == ("AMP103", "its weights are spoiled")
+    assert overflows.remedy == "Load: `load(x)`"
+    assert (frozen.code, frozen.remedy) == ("AMP104", "Take the cause away: Load: `load(x)`")
+
+
+def test_custom_operator_that_gets_float32_already_needs_another_formula():
+    rows = [row(0, loss=math.nan)]
+    told = {"custom_op": "Mine", "culprit_help": ("c", "`x`")}
+    finding = only(view(rows, **told), "AMP105")
+    assert finding.cause == "`Mine` makes inf or NaN of finite values, in float32 already"
+    assert finding.remedy.endswith("`x.clamp(min=1e-6)`")
+
+
 def test_bfloat16_has_no_calibration_and_its_own_cause():
     rows = [skip(i, 1.0, 1.0) for i in range(8)]
     finding = only(view(rows, BF16), "AMP103")

@@ -40,6 +40,8 @@ class Culprit:
         left_alone: Modules inside that were not watched since they are compiled.
         masked: Whether some -inf went in, as in an attention mask, and nothing worse.
         composite: Whether `operator` consists of others, as a checkpointed block does.
+        computes_in: What the module computes in: autocast's dtype, or float32 where autocast is off.
+        buffers: The module's own buffers that hold NaN.
     """
 
     module: str
@@ -56,11 +58,18 @@ class Culprit:
     left_alone: tuple[str, ...] = ()
     masked: bool = False
     composite: bool = False
+    computes_in: torch.dtype = torch.float16
+    buffers: tuple[str, ...] = ()
 
     @property
     def path(self) -> str | None:
-        """What to write into `fp32_modules`; `None` where it is no submodule."""
-        return self.module or None
+        """What to write into `fp32_modules`; `None` where float32 would not help.
+
+        So it is for what is no submodule, for weights that hold inf or NaN, and for a module that
+        computes in float32 already.
+        """
+        spoiled = self.parameters or self.buffers
+        return None if spoiled or self.computes_in is torch.float32 else self.module or None
 
     @property
     def may_be_overflow(self) -> bool:
@@ -107,23 +116,46 @@ class Culprit:
     @property
     def remedy(self) -> str:
         """What was expected, the likely cause, and the change to make."""
+        return self.remedy_by(f'SafeAMP(fp32_modules=["{self.module}"])')
+
+    def remedy_by(self, line: str) -> str:
+        """Return the remedy with `line` as what runs the module in float32."""
+        expected = "weights" if self.parameters or self.buffers else "values"
+        change = f"Run it in float32: `{line}`." if self.path else self.change
+        return f"Expected finite {expected}. Most likely {self.cause}. {change}"
+
+    @property
+    def cause(self) -> str:
+        """What most likely lies behind it, as a clause."""
         if self.parameters:
-            return (
-                "Expected finite weights. Most likely they came from a checkpoint, or from an update"
-                " made without this plugin. Load a checkpoint from before that."
-            )
+            return "they came from a checkpoint, or from an update made without this plugin"
+        if self.buffers:
+            return "an earlier step, or a checkpoint, left it there"
         if not self.module:
+            formula = "the loss divides by zero, takes the logarithm or root of zero"
+            return formula + {
+                torch.float16: ", or exceeds 65504 in float16",
+                torch.bfloat16: ", or of a difference that bfloat16, with its 8 bits, makes zero",
+            }.get(self.computes_in, ", or exceeds the range")
+        domain = "an operation is undefined for its inputs (division by zero, logarithm or root of"
+        domain += " zero), which needs an `eps` of its own"
+        if self.computes_in is torch.float16:
+            return f"they exceed 65504, the largest float16, or {domain}"
+        if self.computes_in is torch.float32:
+            return f"{domain}, or a softmax sees -inf alone: it computes in float32 already"
+        return f"bfloat16, with its 8 bits, makes a difference zero, or {domain}"
+
+    @property
+    def change(self) -> str:
+        """What to do where `path` is `None`; ends in the line to write."""
+        if self.parameters or self.buffers:
             return (
-                "Expected finite values. Most likely the loss divides by zero, takes the logarithm or"
-                " root of zero, or exceeds 65504 in float16. Compute it in float32:"
-                " `loss_fn(x.float())`."
+                "Load a checkpoint from before that:"
+                ' `trainer.fit(model, ckpt_path="last-good.ckpt")`.'
             )
-        return (
-            "Expected finite values. Most likely they exceed 65504, the largest float16, or an"
-            " operation is undefined for its inputs (division by zero, logarithm or root of zero),"
-            " which needs an `eps` of its own."
-            f' Run it in float32: `SafeAMP(fp32_modules=["{self.module}"])`.'
-        )
+        if self.computes_in is torch.float32:
+            return "Keep its inputs away from there: `x.clamp(min=1e-6)`."
+        return "Compute it in float32: `loss_fn(x.float())`."
 
     def _who(self) -> str:
         if self.module:
@@ -135,6 +167,8 @@ class Culprit:
         if self.parameters:
             shown = ", ".join(map(repr, self.parameters[:3]))
             notes += f"; its own parameters {shown} hold inf or NaN"
+        if self.buffers:
+            notes += f"; its own buffers {', '.join(map(repr, self.buffers[:3]))} hold NaN"
         if self.custom:
             notes += f"; it runs the custom operator {self.custom}, whose safe dtype autocast does"
             notes += " not know"
@@ -148,9 +182,16 @@ class Culprit:
 
 
 def from_seen(
-    seen: Seen, custom: str | None, parameters: tuple[str, ...], left_alone: tuple[str, ...]
+    seen: Seen,
+    custom: str | None,
+    parameters: tuple[str, ...],
+    left_alone: tuple[str, ...],
+    computes_in: torch.dtype,
+    buffers: tuple[str, ...],
 ) -> Culprit:
     """Return the culprit that a watched call is."""
+    if computes_in is torch.float32 and seen.dtype is not torch.float64:
+        computes_in = seen.dtype  # half precision of the user's own making
     n = seen.numbers
     sizes = [abs(x) for x in (n.lowest_in, n.highest_in) if math.isfinite(x)]
     return Culprit(
@@ -168,4 +209,6 @@ def from_seen(
         left_alone,
         seen.masked_in,
         seen.composite,
+        computes_in,
+        buffers,
     )

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.diagnosis.spoiled import nan_buffers, nonfinite_parameters
 from lightning_amp_guard.diagnosis.watch.culprit import Culprit, from_seen
 from lightning_amp_guard.diagnosis.watch.extremes import extremes, floats, measured
 from lightning_amp_guard.diagnosis.watch.inert import InertHook
@@ -22,6 +23,8 @@ from lightning_amp_guard.diagnosis.watch.nodes import custom_name, is_composite
 from lightning_amp_guard.diagnosis.watch.seen import Numbers, Seen, choose
 
 __all__ = ["NonFiniteWatch"]
+
+_LOW = {"16": torch.float16, "bf16": torch.bfloat16}  # beginnings of Lightning's precisions
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class NonFiniteWatch:
 
     Args:
         root: The LightningModule, or any module; `install` begins to watch it.
+        precision: The run's, as Lightning names it, for what runs outside of submodules.
 
     Memory: about 30 bytes per module call and operator of the backward pass, and for a moment a
         copy of the largest activation.
@@ -64,8 +68,14 @@ class NonFiniteWatch:
         >>> watch.remove()
     """
 
-    def __init__(self, root: Module) -> None:
+    def __init__(self, root: Module, precision: Any = "16-mixed") -> None:
         self.root = root
+        self._low = next(
+            (d for p, d in _LOW.items() if str(precision).startswith(p)), torch.float32
+        )
+        self._computes_in: dict[str, torch.dtype] = {}
+        kinds = [p.device.type for p in root.parameters()]
+        self._device = next((k for k in kinds if torch.amp.is_autocast_available(k)), "cpu")
         modules = {_upstream.plain_name(n): m for n, m in root.named_modules()}
         sealed = [n for n, m in modules.items() if _sealed(m)]
         #: Names of the modules that are not watched, with all inside, since they are compiled.
@@ -98,6 +108,7 @@ class NonFiniteWatch:
     def reset(self) -> None:
         """Forget what was seen, and go on. Host sync: none."""
         self._open, self._seen, self._packed = [], [], []
+        self._computes_in = {}
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at a loss before its backward pass: what no module did, the step itself did.
@@ -125,7 +136,14 @@ class NonFiniteWatch:
         module = self._modules[found.module]
         prefix = f"{found.module}." if found.module else ""
         within = tuple(name for name in self.left_alone if name.startswith(prefix))
-        return from_seen(found, self._custom.get(found.module), _nonfinite(module), within)
+        return from_seen(
+            found,
+            self._custom.get(found.module),
+            nonfinite_parameters(module),
+            within,
+            self._computes_in.get(found.module, self._low),
+            nan_buffers(module),
+        )
 
     # ------------------------------------------------------------------ hooks
 
@@ -152,6 +170,11 @@ class NonFiniteWatch:
 
     def _begin(self, name: str, tensors: list[Tensor]) -> None:
         self._claim(tensors, self._open[-1].name if self._open else "")
+        if self._computes_in.get(name, torch.float32) is torch.float32:  # of several calls the low
+            on = torch.is_autocast_enabled(self._device)
+            self._computes_in[name] = (
+                torch.get_autocast_dtype(self._device) if on else torch.float32
+            )
         self._open.append(_Open(name, next(self._clock), extremes(tensors)))
 
     def _end(self, name: str, tensors: list[Tensor]) -> None:
@@ -238,8 +261,3 @@ def _sealed(module: Module) -> bool:
 
 def _inside(name: str, others: Iterable[str]) -> bool:
     return any(not other or f"{name}.".startswith(f"{other}.") for other in others)
-
-
-def _nonfinite(module: Module) -> tuple[str, ...]:
-    own = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
-    return tuple(n for n, p in own.items() if not _upstream.as_plain([p])[0].isfinite().all())

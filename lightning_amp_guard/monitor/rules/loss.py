@@ -45,9 +45,10 @@ def custom_op_makes_nan(view: RunView) -> Finding | None:
 
 
 def _why_custom(view: RunView) -> tuple[str, str]:
-    if not is_low(view.facts):
+    if not is_low(view.facts) or view.culprit_help is not None:
+        where = "float32" if is_low(view.facts) else view.facts.precision
         return (
-            f"`{view.custom_op}` makes inf or NaN of finite values, in {view.facts.precision} already",
+            f"`{view.custom_op}` makes inf or NaN of finite values, in {where} already",
             "Keep its inputs away from where it is undefined, by an `eps` of its own:"
             " `x.clamp(min=1e-6)`",
         )

@@ -133,7 +133,7 @@ def _all_skipped(view: RunView, rows: Sequence[Row]) -> Finding | None:
         f" the scale going from {rows[0].scale:g} to {rows[-1].next_scale:g}, while the loss went"
         f" between {moved[0]:.4g} and {moved[1]:.4g}",
         "every update is skipped for inf or NaN" + first_nonfinite(view),
-        f"Take the cause away: {change(view)}",
+        f"Take the cause away: {change(view) if view.culprit_help is None else view.culprit_help[1]}",
     )
 
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 
 from lightning_amp_guard.monitor.records import Row, RunFacts, RunView
 from lightning_amp_guard.outcome import SkipReason
+from lightning_amp_guard.plugin.fp32_scope import with_module
 
 __all__ = [
     "LEAST_LR",
@@ -79,7 +81,8 @@ def owner(facts: RunFacts) -> str:
 def change(view: RunView) -> str:
     """Return the line that ends non-finite gradients: the culprit in float32 where it is known."""
     if view.culprit_path:
-        argument = f'fp32_modules=["{view.culprit_path}"]'
+        chosen = with_module(view.fp32_modules, view.culprit_path)
+        argument = f"fp32_modules={json.dumps(chosen)}"
         if view.facts.precision == "bf16-mixed":
             argument = f'precision="bf16-mixed", {argument}'
     elif view.facts.scaling:

@@ -75,13 +75,11 @@ def overflows_go_on(view: RunView) -> Finding | None:
         return None
     rows = lanes[found[-1].optimizer]
     title, cause, fallback = _why_overflows(view, found[-1])
-    return Finding(
-        "AMP103",
-        title,
-        describe_skips(found, rows, view.facts) + first_nonfinite(view),
-        cause,
-        ("Run that module in float32: " if view.culprit_path else fallback) + change(view),
-    )
+    remedy = ("Run that module in float32: " if view.culprit_path else fallback) + change(view)
+    if view.culprit_help is not None:
+        cause, remedy = view.culprit_help
+    evidence = describe_skips(found, rows, view.facts) + first_nonfinite(view)
+    return Finding("AMP103", title, evidence, cause, remedy)
 
 
 def _why_overflows(view: RunView, last: Row) -> tuple[str, str, str]:
