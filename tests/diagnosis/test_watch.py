@@ -108,6 +108,31 @@ def test_healthy_step_has_no_culprit(name):
     watch.remove()
 
 
+class Squashed(nn.Module):
+    """A sum that leaves float16, a layer that reads it, and a `tanh` that hides it from the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.head = Apply(lambda x: x.sum(-1, keepdim=True)), nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.head(self.pool(x)).tanh()
+
+
+def half_loss(model, x):
+    with torch.autocast("cpu", dtype=torch.float16):
+        return model(x).float().mean()
+
+
+def test_gradient_of_what_the_forward_pass_had_hidden_is_blamed_on_the_forward_pass():
+    # 2 x 40000 is inf in float16; the gradient of the weight is 0 times that
+    model, x = Squashed(), torch.full((1, 2), 40000.0, dtype=torch.float16)
+    found = watched(model, x, loss=half_loss)
+    assert (found.module, found.direction, found.what) == ("pool", "forward", "inf")
+    # in float32 the sum is finite, and the layer behind it makes inf of it
+    assert watched(model, x.float(), loss=half_loss).module == "head"
+
+
 # ---------------------------------------------------------------------- numbers
 
 

@@ -99,6 +99,11 @@ class Seen:
         return self.finite_in or (self.direction == "forward" and self.masked_in and not passed_on)
 
     @property
+    def spoiled_in(self) -> bool:
+        """Whether what went in was worse than a mask."""
+        return not (self.finite_in or self.masked_in)
+
+    @property
     def doubtful(self) -> bool:
         """Whether it may well be in order: a mask made from nothing, or a call without gradients."""
         return not self.graded or (self.only_minus_inf and not self.floats_in)
@@ -116,23 +121,29 @@ def choose(seen: Sequence[Seen]) -> Seen | None:
     nothing worse comes out. Made in vain (masks made from nothing, calls without gradients), such a
     call stands back behind a later one that does not contain it. Without any, the step itself is to
     blame for a loss that is not finite. In the backward pass: the first operator, in backward order,
-    whose incoming gradient was finite and whose outgoing one is not; its module made it.
+    whose incoming gradient was finite and whose outgoing one is not; its module made it. But where
+    that module had read inf or NaN in the forward pass, which something after it then hid (a `tanh`,
+    say), the gradient is the consequence, and whoever made them is to blame.
 
     Args:
         seen: What was watched, with its numbers.
     """
     losses = [s for s in seen if s.is_loss]
     bad_loss = next((loss for loss in losses if not loss.finite), None)
-    forward = _first_forward([s for s in seen if s.direction == "forward" and not s.is_loss])
+    calls = [s for s in seen if s.direction == "forward" and not s.is_loss]
+    forward = _first_forward(calls)
     if bad_loss is not None:
         return forward or bad_loss
     backward = [s for s in seen if s.direction == "backward" and s.at_fault]
     first = min(backward, key=lambda s: s.end, default=None)
+    if first is not None and any(s.module == first.module and s.spoiled_in for s in calls):
+        return _first_forward(calls, though_healed=True) or first
     return first if losses or first is not None else forward
 
 
-def _first_forward(calls: list[Seen]) -> Seen | None:
-    faults = [s for s in calls if s.at_fault and not any(c.finite and c.holds(s) for c in calls)]
+def _first_forward(calls: list[Seen], *, though_healed: bool = False) -> Seen | None:
+    healers = [] if though_healed else [c for c in calls if c.finite]
+    faults = [s for s in calls if s.at_fault and not any(c.holds(s) for c in healers)]
     faults.sort(key=lambda s: s.end)
     if not faults or not faults[0].doubtful:
         return faults[0] if faults else None
