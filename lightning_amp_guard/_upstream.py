@@ -91,6 +91,7 @@ __all__ = [
     "tensor_hooks",
     "tensors_in",
     "total_norm",
+    "unread_statistics",
     "unwrap_optimizer",
     "update_scale_",
     "uses_custom_fwd",
@@ -513,6 +514,18 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[i] if i < len(args) else kwargs.get(argument.name))
     return tensors_in(found)
+
+
+def unread_statistics(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the running statistics that batch normalization gets but does not compute with.
+
+    In training it only updates them (some schemas do not say so), and its backward pass ignores them.
+    """
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("training", given.get("train", True)):
+        return []
+    return tensors_in([given.get("running_mean"), given.get("running_var")])
 
 
 def leaves_in(tree: Any) -> list[Any]:

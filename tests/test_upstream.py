@@ -723,6 +723,24 @@ def test_written_arguments_are_those_that_change_in_place():
     assert found["aten.exp.default"] == []
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_read_in_evaluation_alone(training):
+    found = {}
+
+    def look(name, func, args, kwargs):
+        given = _upstream.unread_statistics(func, args, kwargs)
+        found[name.split(".")[1]] = [t.tolist() for t in given]
+
+    norm = torch.nn.BatchNorm1d(2).train(training)
+    norm.running_mean.fill_(3.0)
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    with SeenOperators(look):
+        norm(x).sum().backward()
+    forward, backward = [v for k, v in found.items() if "batch_norm" in k]
+    assert len(forward) == len(backward) == (2 if training else 0)
+    assert found["ones_like"] == []
+
+
 def test_leaves_in_goes_through_nested_containers():
     assert _upstream.leaves_in(([1.0, {"a": 2}], None)) == [1.0, 2, None]
 

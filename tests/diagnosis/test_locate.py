@@ -207,6 +207,89 @@ def test_gradient_that_no_ordinary_scale_saves_is_the_precisions_fault():
     assert "in float32 the same step is finite; float16 ends at 65504" in report.cause
 
 
+def test_report_without_an_ordinary_scale_is_on_what_fails_at_the_smallest_power():
+    class Steep(nn.Module):
+        def forward(self, x):
+            return x * 1e4
+
+    def loss_fn(module, x):
+        return (module(x).float() * 4.0).mean()
+
+    # over one row of 4 the gradient is 1 x scale behind the module and 1e4 x scale before it: finite
+    # in float16 at 4, not at 8; at 2**18 it is inf behind the module already
+    model = nn.Sequential(OrderedDict(first=planted.linear(1.0), steep=Steep()))
+    report = locate(Case(model, torch.ones(1, 4), loss_fn), scale=2.0**18)
+    assert (report.module, report.op, report.scale) == ("steep", "aten.mul.Tensor", 8.0)
+    assert report.direction == "backward"
+    assert "in float32 the same step is finite" in report.cause
+
+
+class Grows(nn.Module):
+    """`grow` leaves float16; so does what comes out of it in float32, where `read` casts it."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.grow, self.read = planted.linear(300.0), planted.linear(1.0)
+        self.again = again
+
+    def forward(self, x):
+        x = self.grow(x * 256)
+        return (self.read(x) if self.again else x).float() / 1e5
+
+
+def test_modules_that_have_to_run_in_float32_together_are_named_together():
+    # 256 x 300 = 76800 in each element
+    alone = locate(Case(Grows(again=False), ones(), mean_loss), scale=1.0)
+    assert alone.remedy.endswith('`SafeAMP(fp32_modules=["grow"])`.')
+    both = locate(Case(Grows(again=True), ones(), mean_loss), scale=1.0)
+    assert both.module == "grow"
+    assert both.remedy.endswith('`SafeAMP(fp32_modules=["grow", "read"])`.')
+
+
+def test_module_is_named_alone_where_no_module_beside_it_helps():
+    def loss_fn(module, x):
+        return (module.grow(x * 256) @ torch.eye(4)).float().mean() / 1e5  # inf in the step itself
+
+    report = locate(Case(Grows(again=True), ones(), loss_fn), scale=1.0)
+    assert report.remedy.endswith('`SafeAMP(fp32_modules=["grow"])`.')
+
+
+def normalized():
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(lin=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)))
+
+
+def rows():
+    return torch.arange(12.0).view(3, 4)
+
+
+def test_running_statistics_are_not_blamed_for_what_they_only_take_in():
+    model = normalized()
+    nn.init.constant_(model.lin.weight[0, 0].detach(), INF)
+    report = locate(Case(model, rows(), mean_loss))
+    assert report.subject == "parameter 'lin.weight'"
+
+
+def test_running_statistics_that_hold_nan_are_not_blamed_while_they_are_not_read():
+    model = normalized()
+    model.norm.running_mean.fill_(NAN)  # as a bad batch leaves them
+    assert not locate(Case(model, rows(), mean_loss), scale=1.0)
+    report = locate(Case(model, rows() / 0, mean_loss))
+    assert report.subject == "batch"
+    report = locate(Case(model, rows(), lambda m, x: m(x).float().sub(9).log().mean()))
+    assert report.op == "aten.log.default"
+    model.eval()
+    report = locate(Case(model, rows(), mean_loss))
+    assert report.subject == "buffer 'norm.running_mean'"
+
+
+def test_norm_of_a_weight_that_is_zero_is_explained():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    nn.init.zeros_(model.parametrizations.weight.original1)
+    report = locate(Case(nn.Sequential(model), ones(), mean_loss))
+    assert report.cause.startswith("the formula: it divides by the norm of a weight that is zero")
+
+
 def test_eps_that_float16_rounds_to_zero_is_told():
     fault = next(f for f in FAULTS if f.name == "cosine similarity of zero")
     assert "rounds what is below 3e-8 to zero" in locate(fault.make()).cause

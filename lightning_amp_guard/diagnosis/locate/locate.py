@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_amp_guard.diagnosis.arguments import check_positive, check_step
+from lightning_amp_guard.diagnosis.float32 import in_float32
 from lightning_amp_guard.diagnosis.locate.blame import blamed, described
 from lightning_amp_guard.diagnosis.locate.finding import NonFiniteReport
 from lightning_amp_guard.diagnosis.locate.prepare import (
@@ -21,7 +23,12 @@ from lightning_amp_guard.diagnosis.locate.prepare import (
     note_inputs,
     uncompiled,
 )
-from lightning_amp_guard.diagnosis.locate.remedies import Facts, explain
+from lightning_amp_guard.diagnosis.locate.remedies import (
+    LEAST_ORDINARY_SCALE,
+    Facts,
+    explain,
+    is_ordinary,
+)
 from lightning_amp_guard.diagnosis.locate.sites import Site, Sites
 from lightning_amp_guard.diagnosis.locate.trace import Origin, Tracer, traced
 from lightning_amp_guard.diagnosis.locate.values import is_finite, values_of
@@ -35,6 +42,8 @@ from lightning_amp_guard.diagnosis.replay.replay import (
 )
 
 __all__ = ["locate_nonfinite"]
+
+_MOST_TOGETHER = 8  # modules that are named to run in float32
 
 
 def locate_nonfinite(
@@ -55,9 +64,11 @@ def locate_nonfinite(
     and memory not yet written to are blamed only if nothing else is. A value that the forward pass
     made and hid (in a branch of `torch.where`) is blamed if the backward pass multiplies by it.
 
-    A fault is followed by a few plain replays, in float32 and at smaller scales, which tell faults
-    of the formula from those of the precision and from ordinary calibration of the scale. Compiled
-    modules run uncompiled meanwhile. Module and random state are as before afterwards.
+    A fault is followed by a few replays, in float32 and at smaller scales, which tell faults of the
+    formula from those of the precision and from ordinary calibration of the scale, and find which
+    modules have to run in float32 together. Where no ordinary scale helps, the report is on the
+    smallest power of two that fails. Compiled modules run uncompiled meanwhile. Module and random
+    state are as before afterwards.
 
     Args:
         module: A LightningModule in automatic optimization, or any module with `loss_fn`.
@@ -96,6 +107,15 @@ def locate_nonfinite(
         return step.locate(precision, float(scale) if precision == "16-mixed" else 1.0)
 
 
+class _Seen(NamedTuple):
+    """What one traced step has shown: the origins (by number) of the harm, and where it is done."""
+
+    tracer: Tracer
+    numbers: frozenset[int]
+    direction: str
+    raised: str = ""
+
+
 @dataclass(frozen=True)
 class _Step:
     """Replays one step, as often as needed, each time from the same state."""
@@ -108,33 +128,34 @@ class _Step:
 
     def locate(self, precision: str, scale: float) -> NonFiniteReport:
         names = compiled(self.module)
-        tracer = Tracer(Sites(self.module, self.kind))
         notes = [f"compiled and left alone, so run uncompiled here: {names}"] if names else []
         with uncompiled(bool(names)):
-            numbers, direction, raised = self._trace(tracer, precision, scale)
-            past = direction == "backward" and scale > 1.0 and not raised
-            if numbers and past and not self._is_finite(precision, 1.0):
-                # the scale may have overflown earlier than the fault that no scale mends
-                again = Tracer(Sites(self.module, self.kind))
-                unscaled = self._trace(again, precision, 1.0)
-                if unscaled[0]:
-                    tracer, scale, (numbers, direction, raised) = again, 1.0, unscaled
-            notes += [raised] if raised else []
+            seen = self._trace(precision, scale)
+            past = seen.numbers and seen.direction == "backward" and scale > 1.0 and not seen.raised
+            safe = None
+            if past:
+                safe = self._safe_scale(precision, scale)
+                if not is_ordinary(safe):
+                    # the scale may have overflown earlier than what no ordinary scale mends
+                    lower = 1.0 if safe is None else 2 * safe
+                    again = self._trace(precision, lower)
+                    seen, scale = (again, lower) if again.numbers else (seen, scale)
+            notes += [seen.raised] if seen.raised else []
             empty = NonFiniteReport(precision, scale, notes=tuple(notes))
-            if not numbers:
+            if not seen.numbers:
                 return empty
-            origin, other = blamed(tracer.origins, numbers)
-            facts = Facts(precision, scale, device=self.kind)
+            origin, other = blamed(seen.tracer.origins, seen.numbers)
+            facts = Facts(precision, scale, safe, device=self.kind)
             if not origin.subject:
-                facts = self._facts(facts, direction)
-        found = described(empty, origin, other, direction, tracer.sites.names)
+                facts = self._facts(facts, seen.direction, origin.site.module)
+        found = described(empty, origin, other, seen.direction, seen.tracer.sites.names)
         cause, remedy = explain(origin, other, facts)
         return replace(found, cause=cause, remedy=remedy)
 
-    def _trace(
-        self, tracer: Tracer, precision: str, scale: float
-    ) -> tuple[frozenset[int], str, str]:
-        with undisturbed(self.module):
+    def _trace(self, precision: str, scale: float, chosen: Sequence[str] = ()) -> _Seen:
+        """Follow one step, with the modules of the names `chosen` in float32."""
+        tracer = Tracer(Sites(self.module, self.kind))
+        with undisturbed(self.module), in_float32(self.module, chosen, self.kind):
             batch = on_device(self.batch, self.device)
             note_inputs(tracer, self.module, batch)
             clear_gradients(self.module)
@@ -143,30 +164,47 @@ class _Step:
                     with autocast(precision, self.kind):
                         loss = training_loss(self.module, batch, self.loss_fn)
                     if numbers := tracer.origins_of(loss):
-                        return numbers, "forward", ""
+                        return _Seen(tracer, numbers, "forward")
                     scaled = _times(loss, scale)
                     if not is_finite(scaled):
-                        return _overflown(tracer, loss, scaled), "backward", ""
+                        return _Seen(tracer, _overflown(tracer, loss, scaled), "backward")
                     scaled.backward()  # type: ignore[no-untyped-call]
             except (ArithmeticError, AssertionError, RuntimeError, ValueError) as error:
                 return _before_error(tracer, error)
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            return frozenset().union(*[tracer.origins_of(g) for g in grads]), "backward", ""
+            numbers = frozenset().union(*[tracer.origins_of(g) for g in grads])
+            return _Seen(tracer, numbers, "backward")
 
-    def _facts(self, facts: Facts, direction: str) -> Facts:
-        if direction == "backward" and facts.scale > 1.0 and self._is_finite(facts.precision, 1.0):
-            facts = replace(facts, safe_scale=self._safe_scale(facts.precision, facts.scale))
-            if facts.is_calibration:
-                return facts
-        if facts.precision == "32-true":
+    def _facts(self, facts: Facts, direction: str, module: str) -> Facts:
+        if facts.is_calibration or facts.precision == "32-true":
             return facts
         try:
             finite = self._is_finite("32-true", 1.0, forward_only=direction == "forward")
         except (RuntimeError, ValueError, TypeError):  # the program needs its half precision
             return facts
-        return replace(facts, finite_in_float32=finite)
+        modules = self._together(facts, module) if finite and module else ()
+        return replace(facts, finite_in_float32=finite, modules=modules)
 
-    def _safe_scale(self, precision: str, scale: float) -> float:
+    def _together(self, facts: Facts, module: str) -> tuple[str, ...]:
+        """Return which modules have to run in float32, since they read what `module` then makes."""
+        chosen = [module]
+        while len(chosen) < _MOST_TOGETHER:
+            try:
+                seen = self._trace(facts.precision, min(facts.scale, LEAST_ORDINARY_SCALE), chosen)
+            except (RuntimeError, ValueError, TypeError):
+                break
+            if not seen.numbers:
+                return tuple(chosen)
+            origin, _ = blamed(seen.tracer.origins, seen.numbers)
+            if origin.subject or not origin.site.module or origin.site.module in chosen:
+                break
+            chosen.append(origin.site.module)
+        return (module,)  # more is not known to help
+
+    def _safe_scale(self, precision: str, scale: float) -> float | None:
+        """Return the largest power of two at which the gradients are finite, if there is one."""
+        if not self._is_finite(precision, 1.0):
+            return None
         low, high = 0, math.ceil(math.log2(scale))  # finite at 2**low, not at 2**high
         while high - low > 1:
             middle = (low + high) // 2
@@ -200,10 +238,10 @@ def _overflown(tracer: Tracer, loss: Tensor, scaled: Tensor) -> frozenset[int]:
     return frozenset({len(tracer.origins) - 1})
 
 
-def _before_error(tracer: Tracer, error: Exception) -> tuple[frozenset[int], str, str]:
+def _before_error(tracer: Tracer, error: Exception) -> _Seen:
     blamable = [i for i, origin in enumerate(tracer.origins) if not origin.intended]
     if not blamable:
         raise error
     first = min(blamable)
     raised = f"the step then raised {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    return frozenset({first}), tracer.origins[first].site.direction, raised
+    return _Seen(tracer, frozenset({first}), tracer.origins[first].site.direction, raised)

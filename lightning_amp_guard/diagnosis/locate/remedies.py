@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from lightning_amp_guard.diagnosis.locate.trace import Origin
 
-__all__ = ["Facts", "explain"]
+__all__ = ["LEAST_ORDINARY_SCALE", "Facts", "explain", "is_ordinary"]
 
 # Below this a smaller scale is no ordinary calibration: what float16 can hold is too little.
-_LEAST_ORDINARY_SCALE = 16.0
+LEAST_ORDINARY_SCALE = 16.0
 
 # What each family of operators does at the edge of its domain, and how it is written safely.
 _FORMULAS = {
@@ -35,6 +36,10 @@ _FORMULAS = {
         "it averages over nothing: every target is ignored",
         'cross_entropy(x, y, reduction="sum") / (y != -100).sum().clamp(min=1)',
     ),
+    ("_weight_norm_interface", "_weight_norm"): (
+        "it divides by the norm of a weight that is zero",
+        "nn.init.normal_(layer.parametrizations.weight.original1)",
+    ),
     ("acos", "asin", "atanh", "acosh"): (
         "its domain ends at 1, where its slope is infinite",
         "x.clamp(-1 + 1e-6, 1 - 1e-6)",
@@ -56,6 +61,8 @@ class Facts:
         safe_scale: The largest power of two at which the gradients are finite; `None` if there is
             none, or if it was not looked for.
         finite_in_float32: Whether the step is finite in float32; `None` if that is not known.
+        modules: What has to run in float32 together, as replays have shown; begins with the module
+            at fault. Empty if that was not looked for.
         device: The device type.
     """
 
@@ -64,11 +71,17 @@ class Facts:
     safe_scale: float | None = None
     finite_in_float32: bool | None = None
     device: str = "cpu"
+    modules: tuple[str, ...] = ()
 
     @property
     def is_calibration(self) -> bool:
         """Whether a smaller scale is all that is needed, as it happens in every run."""
-        return self.safe_scale is not None and self.safe_scale >= _LEAST_ORDINARY_SCALE
+        return is_ordinary(self.safe_scale)
+
+
+def is_ordinary(safe_scale: float | None) -> bool:
+    """Return whether a step that is finite at this scale needs no more than that."""
+    return safe_scale is not None and safe_scale >= LEAST_ORDINARY_SCALE
 
 
 def explain(origin: Origin, because: Origin | None, facts: Facts) -> tuple[str, str]:
@@ -139,8 +152,10 @@ def _range(origin: Origin, facts: Facts) -> tuple[str, str]:
     finite = "in float32 the same step is finite; " if facts.finite_in_float32 else ""
     cause = f"the precision: {finite}{_limit(origin, facts)}."
     if origin.site.module:
-        line = f'SafeAMP(fp32_modules=["{origin.site.module}"])'
-        return cause, f"Run the module in float32: `{line}`."
+        modules = facts.modules or (origin.site.module,)
+        what = "the module" if len(modules) == 1 else "it and what reads its large results"
+        line = f"SafeAMP(fp32_modules={json.dumps(modules)})"
+        return cause, f"Run {what} in float32: `{line}`."
     scope = f'with torch.autocast("{facts.device}", enabled=False): ...'
     return cause, f"Run that line in float32, on `.float()` inputs: `{scope}`."
 

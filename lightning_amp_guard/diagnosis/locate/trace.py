@@ -102,10 +102,13 @@ class Tracer:
         """Run one operator and follow what is not finite in it. Host sync: one, or a few."""
         inputs = _upstream.tensors_in((args, kwargs))
         site = self.sites.of_call(str(func), inputs)
+        statistics = _upstream.unread_statistics(func, args, kwargs)
+        inputs = [t for t in inputs if not _among(t, statistics)]
         if func.is_view:
             return func(*args, **kwargs)
         name = site.kernel.split(".")[1]
         written = _upstream.written_arguments(func, args, kwargs)
+        written = [t for t in written if not _among(t, statistics)]
         before = self._read(inputs, written, site, name) if written else None
         result = func(*args, **kwargs)
         fresh = [t for t in _upstream.tensors_in(result) if not _among(t, written)]
