@@ -7,10 +7,15 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from lightning_amp_guard.diagnosis.doctor import examine
-from lightning_amp_guard.monitor.ledger.difference import compared_columns, first_difference
+from lightning_amp_guard.monitor.ledger.difference import (
+    compared_columns,
+    first_difference,
+    unknown_columns,
+)
 from lightning_amp_guard.monitor.ledger.file import LedgerError, read_run
 from lightning_amp_guard.monitor.plot import draw_report
 from lightning_amp_guard.monitor.records import Baseline
@@ -64,13 +69,16 @@ def _make_parser() -> Any:
 
 def _report(options: Any) -> int:
     """Draw a run from its ledger and print a summary."""
-    run = _read(options.ledger)
+    run, picture = _read(options.ledger), options.output
+    if not picture:
+        raise _BadArgumentError("-o: expected the name of the picture to write, such as run.png")
+    picture = picture if Path(picture).suffix else f"{picture}.png"  # as matplotlib names it
     try:
-        draw_report(run, options.output)
+        draw_report(run, picture)
     except ValueError as error:  # matplotlib's, of a suffix that it does not know
-        raise _BadArgumentError(f"{options.output}: {error}") from None
+        raise _BadArgumentError(f"{picture}: {error}") from None
     _show(f"Run {options.ledger}", run_rows(run))
-    print(f"drawn to {options.output}")
+    print(f"drawn to {picture}")
     return 0
 
 
@@ -91,13 +99,15 @@ def _compare(options: Any) -> int:
     # each process sees batches of its own, and the ledger is that of the first
     apart = options.rtol and a.facts and b.facts and a.facts.world_size != b.facts.world_size
     leave_out = ("batch_id", "loss") if apart else ()
-    columns = ", ".join(compared_columns(options.rtol, leave_out))
     found = first_difference(a.rows, b.rows, options.rtol, leave_out)
     if found is not None:
         print(f"{options.a} (first) and {options.b} (second) part: {found}")
         return 1
     within = f" within {options.rtol:g}" if options.rtol else ""
-    print(f"equal over {len(a.rows):,} attempts{within}; compared: {columns}")
+    unknown = unknown_columns(a.rows, b.rows, options.rtol, leave_out)
+    columns = [c for c in compared_columns(options.rtol, leave_out) if c not in unknown]
+    blind = f"; not known in both: {', '.join(unknown)}" if unknown else ""
+    print(f"equal over {len(a.rows):,} attempts{within}; compared: {', '.join(columns)}{blind}")
     return 0
 
 

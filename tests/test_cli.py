@@ -72,6 +72,16 @@ def test_report_draws_the_picture_and_prints_a_table(capsys):
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_report_says_where_the_picture_is_and_refuses_no_name(capsys):
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    a = ledger("a.jsonl")
+    assert run(capsys, "report", a, "-o", "plain")[1].endswith("drawn to plain.png\n")
+    assert Path("plain.png").exists()
+    status, out, err = run(capsys, "report", a, "-o", "")
+    assert (status, out) == (2, "")
+    assert err == "amp-guard: -o: expected the name of the picture to write, such as run.png\n"
+
+
 def test_report_of_several_optimizers_counts_each(capsys, monkeypatch):
     monkeypatch.setattr(cli, "draw_report", lambda run, path: None)
     rows = [*ROWS, *(replace(row, optimizer=1, applied=True, reason=None) for row in ROWS)]
@@ -122,6 +132,16 @@ def test_tolerance_decides(capsys, rtol, status):
             "equal over 3 attempts within 0.2; compared: batch_id, lr, loss, grad_norm, applied"
         )
         assert out.strip() == expected
+
+
+def test_columns_that_one_ledger_does_not_know_do_not_pass_for_compared(capsys):
+    blind = [replace(row, lr=None, param_checksum=None) for row in ROWS]
+    status, out, _ = run(capsys, "compare", ledger("a.jsonl"), ledger("b.jsonl", blind))
+    assert status == 0
+    compared, unknown = out.strip().split("; not known in both: ")
+    assert unknown == "lr, param_checksum"
+    assert {"loss", "reason", "batch_id"} <= set(compared.split(": ")[1].split(", "))
+    assert "param_checksum" not in compared
 
 
 def test_runs_on_another_number_of_processes_see_other_batches(capsys):

@@ -14,7 +14,9 @@ from torch.nn import Module
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.diagnosis.frames import short_name
 
-__all__ = ["in_float32"]
+__all__ = ["EVERY", "in_float32"]
+
+EVERY = "*"
 
 
 @contextmanager
@@ -23,12 +25,12 @@ def in_float32(root: Module, names: Collection[str], device: str) -> Iterator[No
 
     Args:
         root: The module that holds them.
-        names: As `named_modules()` gives them.
+        names: As `named_modules()` gives them; `EVERY` stands for all of them.
         device: The device type whose autocast is switched off.
     """
     with ExitStack() as undo:
         for name, part in root.named_modules():
-            if short_name(name) in names:
+            if name and (short_name(name) in names or EVERY in names):
                 scope = _Scope(device)
                 before = part.register_forward_pre_hook(scope.enter, prepend=True, with_kwargs=True)
                 undo.callback(before.remove)

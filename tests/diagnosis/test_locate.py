@@ -246,6 +246,22 @@ def test_modules_that_have_to_run_in_float32_together_are_named_together():
     assert both.remedy.endswith('`SafeAMP(fp32_modules=["grow", "read"])`.')
 
 
+def test_every_module_is_named_where_it_cannot_be_told_which_ones_help():
+    class Cubed(nn.Module):
+        def forward(self, x):
+            return x * x * x
+
+    # 1024 cubed in float32 is 2**30; the gradient that goes back to `first` is 3 x 2**20 x 2**10
+    # a unit of scale, which its float16 result cannot hold, and the cast is made in `cube`
+    model = nn.Sequential(OrderedDict(first=planted.linear(1.0), cube=Cubed()))
+    case = Case(model, torch.full((1, 4), 1024.0), lambda m, x: m(x).float().mul(256).sum())
+    report = locate(case)
+    assert (report.module, report.op) == ("cube", "aten.mul.Tensor")
+    assert report.remedy.endswith(
+        'give back what can be, in float32: `SafeAMP(fp32_modules=["*"])`.'
+    )
+
+
 def test_module_is_named_alone_where_no_module_beside_it_helps():
     def loss_fn(module, x):
         return (module.grow(x * 256) @ torch.eye(4)).float().mean() / 1e5  # inf in the step itself

@@ -193,6 +193,22 @@ def test_float32_is_advised_only_where_it_is_not_there_yet(
     assert text.endswith(f"`{ending}`.")
 
 
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_mean_over_targets_that_are_all_ignored_is_told_as_such(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.crit = layer(), kind()
+
+        def forward(self, x):
+            return self.crit(self.lin(x).float(), torch.tensor([-100]))
+
+    found = watched(Model(), ones(), loss=under(torch.float16))
+    assert (found.module, found.path) == ("crit", None)
+    assert "Most likely every target is to be ignored" in found.remedy
+    assert found.remedy.endswith("(y != -100).sum().clamp(min=1)`.")
+
+
 def test_module_that_is_called_under_autocast_and_without_may_be_helped_by_float32():
     model = net(Apply(lambda x: x / 0))
 

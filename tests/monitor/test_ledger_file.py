@@ -160,6 +160,8 @@ def changed(**values):
         (changed(attempt="3"), ["'attempt'", "'3'", "whole number"]),
         (changed(attempt=True), ["'attempt'", "True"]),
         (changed(attempt=3.0), ["'attempt'", "3.0"]),
+        (changed(attempt=2**63), ["'attempt'", str(2**63), "below 2**63"]),
+        (changed(epoch=-(10**400)), ["'epoch'", "below 2**63"]),
         (changed(applied=1), ["'applied'", "1", "true or false"]),
         (changed(scale=None), ["'scale'", "None", "number"]),
         (changed(scale="8"), ["'scale'", "'8'"]),
@@ -186,11 +188,13 @@ def test_a_wrong_line_is_named_with_place_key_and_what_was_expected(line, parts)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("bins", [{"x": 1}, {"3": 1.5}])
+@pytest.mark.parametrize(
+    "bins", [{"x": 1}, {"3": 1.5}, {"3" * 5000: 1}, {"3000": 1}, {"-3000": 1}, {"30": 10**400}]
+)
 def test_wrong_exponents_are_named(bins):
     record = json.loads(encode(row(stats=GradientStats(0, 0, 1, 0, 1.0, {0: 1}))))
     record["stats"]["exponents"] = bins
-    with pytest.raises(LedgerError, match=r"stats\.exponents\.[x3]"):
+    with pytest.raises(LedgerError, match=r"stats\.exponents\.-?[x3]"):
         decode(json.dumps(record))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_amp_guard.diagnosis.arguments import check_positive, check_step
-from lightning_amp_guard.diagnosis.float32 import in_float32
+from lightning_amp_guard.diagnosis.float32 import EVERY, in_float32
 from lightning_amp_guard.diagnosis.locate.blame import blamed, described
 from lightning_amp_guard.diagnosis.locate.finding import NonFiniteReport
 from lightning_amp_guard.diagnosis.locate.prepare import (
@@ -186,7 +186,10 @@ class _Step:
         return replace(facts, finite_in_float32=finite, modules=modules)
 
     def _together(self, facts: Facts, module: str) -> tuple[str, ...]:
-        """Return which modules have to run in float32, since they read what `module` then makes."""
+        """Return which modules have to run in float32, since they read what `module` then makes.
+
+        Every one where it cannot be told which of them.
+        """
         chosen = [module]
         while len(chosen) < _MOST_TOGETHER:
             try:
@@ -194,11 +197,12 @@ class _Step:
             except (RuntimeError, ValueError, TypeError):
                 break
             if not seen.numbers:
-                return tuple(chosen)
+                return (EVERY,) if EVERY in chosen else tuple(chosen)
             origin, _ = blamed(seen.tracer.origins, seen.numbers)
-            if origin.subject or not origin.site.module or origin.site.module in chosen:
+            if EVERY in chosen:
                 break
-            chosen.append(origin.site.module)
+            known = origin.subject or not origin.site.module or origin.site.module in chosen
+            chosen.append(EVERY if known else origin.site.module)
         return (module,)  # more is not known to help
 
     def _safe_scale(self, precision: str, scale: float) -> float | None:

@@ -154,6 +154,7 @@ def _range(origin: Origin, facts: Facts) -> tuple[str, str]:
     if origin.site.module:
         modules = facts.modules or (origin.site.module,)
         what = "the module" if len(modules) == 1 else "it and what reads its large results"
+        what = "every module, and give back what can be," if modules == ("*",) else what
         line = f"SafeAMP(fp32_modules={json.dumps(modules)})"
         return cause, f"Run {what} in float32: `{line}`."
     scope = f'with torch.autocast("{facts.device}", enabled=False): ...'

@@ -18,6 +18,7 @@ _GAP = 256.0
 _LARGEST = 65504.0  # the largest finite float16
 _STEEP = 8.0  # a slope above this is suspicious where a slope may be infinite
 _UNBOUNDED = ("Sqrt", "Div", "Reciprocal", "Pow", "Log", "Norm", "Std", "Acos", "Asin", "Prod")
+_MEANS = ("CrossEntropyLoss", "NLLLoss")  # over the targets that are not to be ignored
 _LARGE = 2.0**64  # nothing that a scale up to 2**24 makes of an ordinary gradient
 
 
@@ -65,11 +66,17 @@ class Culprit:
     def path(self) -> str | None:
         """What to write into `fp32_modules`; `None` where float32 would not help.
 
-        So it is for what is no submodule, for weights that hold inf or NaN, and for a module that
-        computes in float32 already.
+        So it is for what is no submodule, for weights that hold inf or NaN, for a module that computes
+        in float32 already, and for a mean over nothing.
         """
-        spoiled = self.parameters or self.buffers
-        return None if spoiled or self.computes_in is torch.float32 else self.module or None
+        hopeless = self.parameters or self.buffers or self._averages_nothing
+        return None if hopeless or self.computes_in is torch.float32 else self.module or None
+
+    @property
+    def _averages_nothing(self) -> bool:
+        # the logarithm of a softmax over finite float16 is finite in float32, in which these compute
+        seen = self.what == "nan" and self.dtype is torch.float32 and self.direction == "forward"
+        return seen and not self.masked and self.kind in _MEANS
 
     @property
     def may_be_overflow(self) -> bool:
@@ -131,6 +138,8 @@ class Culprit:
             return "they came from a checkpoint, or from an update made without this plugin"
         if self.buffers:
             return "an earlier step, or a checkpoint, left it there"
+        if self._averages_nothing:
+            return "every target is to be ignored, and the mean over nothing is NaN"
         if not self.module:
             formula = "the loss divides by zero, takes the logarithm or root of zero"
             return formula + {
@@ -152,6 +161,11 @@ class Culprit:
             return (
                 "Load a checkpoint from before that:"
                 ' `trainer.fit(model, ckpt_path="last-good.ckpt")`.'
+            )
+        if self._averages_nothing:
+            return (
+                "Leave such batches out, or write"
+                ' `cross_entropy(x, y, reduction="sum") / (y != -100).sum().clamp(min=1)`.'
             )
         if self.computes_in is torch.float32:
             return "Keep its inputs away from there: `x.clamp(min=1e-6)`."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lightning_amp_guard.monitor.records import Row
 
-__all__ = ["Difference", "compared_columns", "first_difference"]
+__all__ = ["Difference", "compared_columns", "first_difference", "unknown_columns"]
 
 # What went into an attempt, and then what came out of it: the first to differ is nearest the cause.
 _EXACT = (
@@ -74,6 +74,27 @@ def compared_columns(rtol: float = 0.0, leave_out: Collection[str] = ()) -> tupl
         leave_out: As there.
     """
     return tuple(name for name in (_WITHIN if rtol else _EXACT) if name not in leave_out)
+
+
+def unknown_columns(
+    a: Sequence[Row], b: Sequence[Row], rtol: float = 0.0, leave_out: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the columns of which no attempt is known in both ledgers: they were not compared.
+
+    Args:
+        a: Rows of one ledger.
+        b: Rows of the other.
+        rtol: As in `first_difference`.
+        leave_out: As there.
+    """
+    ours, theirs = _by_attempt(a), _by_attempt(b)
+    pairs = [(row, theirs[key][1]) for key, (_, row) in ours.items() if key in theirs]
+    return tuple(
+        name
+        for name in compared_columns(rtol, leave_out)
+        if name != "reason"  # that an update has none is known, too
+        and all(getattr(x, name) is None or getattr(y, name) is None for x, y in pairs)
+    )
 
 
 def first_difference(

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any, NoReturn
 
 __all__ = ["Fields", "LedgerError", "parse_object"]
 
+_MOST = 2**63
+_LEAST_EXPONENT = sys.float_info.min_exp - sys.float_info.mant_dig  # of the smallest subnormal
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -87,12 +90,15 @@ class Fields:
 
     def whole(self, name: str) -> int:
         """Return a whole number."""
-        return int(self.take(name, (int,), "a whole number"))
+        value = int(self.take(name, (int,), "a whole number"))
+        if abs(value) >= _MOST:
+            raise self.wrong(name, "a whole number below 2**63")
+        return value
 
     def whole_or_none(self, name: str) -> int | None:
         """Return a whole number or `None`."""
         value = self.take(name, (int, type(None)), "a whole number or null")
-        return None if value is None else int(value)
+        return None if value is None else self.whole(name)
 
     def number(self, name: str) -> float:
         """Return a number, which may be inf or NaN."""
@@ -131,9 +137,12 @@ class Fields:
         record = self.take(name, (dict,), "an object")
         return Fields(record, self.place, f"{self.prefix}{name}.", self.nonfinite.get(name))
 
-    def name_as_whole(self, name: str) -> int:
-        """Return the key itself as a whole number."""
+    def name_as_exponent(self, name: str) -> int:
+        """Return the key itself as an exponent of 2 that a float can have."""
         try:
-            return int(name)
+            exponent = int(name)
         except ValueError:
-            raise self.wrong(name, "whole numbers as keys") from None
+            exponent = _LEAST_EXPONENT - 1
+        if not _LEAST_EXPONENT <= exponent <= sys.float_info.max_exp:
+            raise self.wrong(name, "exponents of 2 as keys, such as -14")
+        return exponent

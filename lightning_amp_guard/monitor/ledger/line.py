@@ -117,7 +117,7 @@ def _decode_stats(fields: Fields) -> GradientStats:
     return GradientStats(
         **{name: fields.whole(name) for name in _COUNTS},
         largest=fields.number("largest"),
-        exponents={bins.name_as_whole(e): bins.whole(e) for e in bins.record},
+        exponents={bins.name_as_exponent(e): bins.whole(e) for e in bins.record},
         kept=fields.number_or_none("kept"),
         per_layer={name: layers.number(name) for name in layers.record},
     )
