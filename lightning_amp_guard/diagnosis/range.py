@@ -21,6 +21,7 @@ from lightning_amp_guard.diagnosis.counts import (
     pieces,
     range_counts,
 )
+from lightning_amp_guard.diagnosis.flat import strict
 
 __all__ = [
     "EXPONENTS",
@@ -86,8 +87,8 @@ class RangeReport:
         return self.total > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers under flat names (`zero`, `zero_share`, ...)."""
-        return {
+        """Return all numbers under flat names (`zero`, `zero_share`, ...); `None` for inf."""
+        numbers = {
             "dtype": _name(self.dtype),
             "scale": self.scale,
             "total": self.total,
@@ -97,6 +98,7 @@ class RangeReport:
             "headroom_bits": self.headroom_bits,
             "lost_bits": self.lost_bits,
         }
+        return strict(numbers)
 
     def __str__(self) -> str:
         if not self:

@@ -64,6 +64,12 @@ REPORTS = {
     "comparison that finds something": lambda: compare_precisions(
         net(), X, loss_fn=without_loss, steps=2
     ),
+    "comparison of what is not finite": lambda: compare_precisions(
+        net(), X * NAN, loss_fn=loss, steps=2
+    ),
+    "recommendation for what is not finite": lambda: recommend_precision(
+        net(), [X * NAN], loss_fn=loss, steps=2, metric_fn=lambda module: NAN
+    ),
     "dtypes": lambda: profile_dtypes(net(), X, loss_fn=loss),
     "dtypes with every part": every_part,
     "recommendation": lambda: recommend_precision(net(), [X], loss_fn=loss, steps=2),
@@ -92,8 +98,16 @@ def test_dictionary_holds_scalars_under_text_and_the_report_can_be_hashed(name):
     odd = {k: v for k, v in flat.items() if type(v) not in (str, int, float, bool, type(None))}
     assert odd == {}
     assert all(type(key) is str for key in flat)
-    assert json.loads(json.dumps(flat)).keys() == flat.keys()
+    assert json.loads(json.dumps(flat, allow_nan=False)).keys() == flat.keys()
     assert isinstance(hash(report), int)
+
+
+def test_what_is_not_finite_is_none_in_the_dictionary():
+    comparison = REPORTS["comparison of what is not finite"]().to_dict()
+    assert comparison["32-true/loss"] is comparison["16-mixed/grad_norms/0"] is None
+    recommendation = REPORTS["recommendation for what is not finite"]()
+    assert recommendation.to_dict()["32-true/metric"] is None
+    assert "  100 %" in str(recommendation)  # of the steps are not finite
 
 
 def test_comparison_names_rungs_and_layers_in_its_keys():

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_amp_guard.diagnosis.compare.judgement import Problem
 from lightning_amp_guard.diagnosis.compare.layers import NO_UNDERFLOW, Agreement, Underflow
 from lightning_amp_guard.diagnosis.compare.text import as_text
+from lightning_amp_guard.diagnosis.flat import strict
 
 __all__ = ["ComparisonReport", "LayerReport", "RungReport"]
 
@@ -179,7 +180,7 @@ class ComparisonReport:
         """Return the report as plain values on one flat level.
 
         Keys are `RUNG/KEY`, `LAYER/KEY` and `LAYER/RUNG/KEY`. The module itself is the
-        layer "": its keys begin with a slash.
+        layer "": its keys begin with a slash. Inf and NaN become `None`, as in strict JSON.
         """
         flat: dict[str, Any] = {
             "healthy": self.healthy,
@@ -192,7 +193,7 @@ class ComparisonReport:
             values = part.to_dict()
             del values["name"]  # it is in the key
             flat |= {f"{part.name}/{key}": value for key, value in values.items()}
-        return flat
+        return strict(flat)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_amp_guard.diagnosis.flat import strict
 from lightning_amp_guard.diagnosis.recommend.trial import Trial
 
 __all__ = ["Recommendation"]
@@ -53,7 +54,7 @@ class Recommendation:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values: one flat level, `PRECISION/KEY` for what was measured.
 
-        The sentences are `reasons/0`, `reasons/1`, ...
+        The sentences are `reasons/0`, `reasons/1`, ... Inf and NaN become `None`, as in strict JSON.
         """
         flat: dict[str, Any] = {
             "precision": self.precision,
@@ -73,7 +74,7 @@ class Recommendation:
                 "metric": trial.metric,
             }
             flat |= {f"{trial.precision}/{key}": value for key, value in values.items()}
-        return flat
+        return strict(flat)
 
     def __str__(self) -> str:
         with_metric = any(trial.metric is not None for trial in self.trials)
@@ -91,7 +92,7 @@ class Recommendation:
         drift = self.drift(trial.precision)
         row = (
             f"{trial.precision:<11} {f'{median:.3g} ({low:.3g} to {high:.3g})':>24} {fastest:>8.3g}"
-            f" {trial.memory / 2**20:>9.3g} {100 * trial.nonfinite_rate:>8.2g} %"
+            f" {trial.memory / 2**20:>9.3g} {100 * trial.nonfinite_rate:>8.3g} %"
             f" {'-' if math.isnan(drift) else f'{100 * drift:.2g} %':>8}"
         )
         return f"{row} {trial.metric:>8.4g}" if with_metric else row
