@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from lightning_amp_guard.diagnosis.doctor import examine
+from lightning_amp_guard.diagnosis.doctor.doctor import examine, own_version
 from lightning_amp_guard.monitor.ledger.difference import (
     compared_columns,
     first_difference,
@@ -57,7 +57,7 @@ def _make_parser() -> Any:
         raise ImportError(
             "the command line needs jsonargparse: pip install 'lightning-amp-guard[cli]'"
         ) from None
-    parser = ArgumentParser(prog="amp-guard", description=__doc__)
+    parser = ArgumentParser(prog="amp-guard", description=__doc__, version=own_version())
     commands = parser.add_subcommands(dest="command")
     for name, (run, declare) in _COMMANDS.items():
         described = (run.__doc__ or "").splitlines()[0]

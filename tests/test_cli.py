@@ -392,3 +392,20 @@ def test_the_console_script_is_this_function():
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '\n[project.scripts]\namp-guard = "lightning_amp_guard.cli:main"\n' in pyproject
     assert callable(cli.main)
+
+
+# ---------------------------------------------------------------------- version
+
+
+@pytest.mark.parametrize(
+    ("installed", "shown"), [("1.2.3", "1.2.3"), (None, "a source tree, not installed")]
+)
+def test_version_is_that_of_the_package(capsys, monkeypatch, installed, shown):
+    monkeypatch.setattr(doctor, "_version", lambda name: installed)
+    status, out, err = run(capsys, "--version")
+    assert (status, err) == (0, "")
+    assert out.split(maxsplit=1) == ["amp-guard", shown + "\n"]
+
+
+def test_version_is_among_the_options(capsys):
+    assert "--version" in run(capsys, "--help")[1]

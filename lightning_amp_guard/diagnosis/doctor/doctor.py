@@ -111,8 +111,13 @@ def examine() -> DoctorReport:
     versions = {"python": platform.python_version()}
     versions |= {name: v for name, d in _PACKAGES.items() if (v := _version(d))}
     versions["torch"] = torch.__version__  # which says the build, as "+cpu"; its wheel may not
-    versions.setdefault("lightning_amp_guard", "a source tree, not installed")
+    versions["lightning_amp_guard"] = own_version()
     return DoctorReport(versions, tuple(_devices()), _tf32(), tuple(known_faults(versions)))
+
+
+def own_version() -> str:
+    """Return the version of this package, or that it is not installed."""
+    return _version(_PACKAGES["lightning_amp_guard"]) or "a source tree, not installed"
 
 
 def _version(distribution: str) -> str | None:
