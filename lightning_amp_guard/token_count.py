@@ -9,9 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "count_labels", "count_meant", "is_whole"]
+__all__ = ["AVERAGED", "IGNORED", "count_labels", "count_meant", "is_whole"]
 
 IGNORED = -100  # the `ignore_index` that torch.nn.CrossEntropyLoss has by default
+AVERAGED = (
+    "`{owner}(normalize_gradients=True)`: the loss of `training_step` is a mean (its last operation"
+    " is `{node}`), so its gradients, divided by the window's tokens as well, are too small by the"
+    " number of tokens. Expected the sum over the valid tokens. Write"
+    ' `cross_entropy(..., reduction="sum")`, or multiply the mean by the batch\'s number of valid'
+    " tokens before it is returned."
+)
 
 
 def count_labels(batch: Any) -> Tensor | int | None:

@@ -16,7 +16,7 @@ from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 from lightning_amp_guard.state import is_count, read
-from lightning_amp_guard.token_count import IGNORED, count_labels, count_meant, is_whole
+from lightning_amp_guard.token_count import AVERAGED, IGNORED, count_labels, count_meant, is_whole
 from lightning_amp_guard.tokens.contents import check_rows
 from lightning_amp_guard.tokens.windows import TokenWindows
 
@@ -142,13 +142,7 @@ class TokenClockCore(GuardCore):
         host.unhear(self._look_at_loss)
         node = _upstream.averaging_node(loss, divided=host.module.automatic_optimization)
         if node:
-            host.warn(
-                f"`{type(self).__name__}(normalize_gradients=True)`: the loss of `training_step` is a"
-                f" mean (its last operation is `{node}`), so its gradients, divided by the window's"
-                " tokens as well, are too small by the number of tokens. Expected the sum over the"
-                ' valid tokens. Write `cross_entropy(..., reduction="sum")`, or multiply the mean by'
-                " the batch's number of valid tokens before it is returned."
-            )
+            host.warn(AVERAGED.format(owner=type(self).__name__, node=node))
 
     def _refusal(self, n: Any, batch: Any) -> str:
         owner = type(self).__name__
