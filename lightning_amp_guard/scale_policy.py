@@ -7,7 +7,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 
-from lightning_amp_guard.settings import LARGEST_SCALE, SMALLEST_SCALE, ScaleSettings
+from lightning_amp_guard.arguments.settings import LARGEST_SCALE, SMALLEST_SCALE, ScaleSettings
 
 __all__ = ["ScalePolicy", "float32"]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.checks import flag
-from lightning_amp_guard.named_arguments import names_its_class
+from lightning_amp_guard.arguments.checks import flag
+from lightning_amp_guard.arguments.named import names_its_class
+from lightning_amp_guard.arguments.settings import ScaleSettings
 from lightning_amp_guard.scale_policy import ScalePolicy
-from lightning_amp_guard.settings import ScaleSettings
 from lightning_amp_guard.state import read_scaler_state
 
 __all__ = ["BoundedGradScaler", "ScaleWatcher", "one_number"]

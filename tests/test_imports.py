@@ -13,8 +13,8 @@ PACKAGE = "lightning_amp_guard"
 # A unit (a module or a subpackage, by its name below the root) imports from earlier rows only.
 LAYERS = (
     {"errors"},
-    {"outcome", "checks"},
-    {"_upstream", "settings", "state", "named_arguments", "misplaced"},
+    {"outcome", "arguments.checks"},
+    {"_upstream", "arguments.settings", "state", "arguments.named", "arguments.misplaced"},
     {"testing"},
     {"scale_policy", "plugin.fp32_scope", "step.anomaly", "step.ranks"},
     {"scaler_base"},
@@ -23,7 +23,7 @@ LAYERS = (
     {"step.windows"},
     {"step.movement", "step.all_or_none", "step.alarm", "step.verdict", "step.late"}
     | {"step.one_walk"},
-    {"given_up"},
+    {"step.given_up"},
     {"step.attempt"},
     {"step.window_state"},
     {"guards"},
@@ -32,7 +32,7 @@ LAYERS = (
     {"plugin.hearing"},
     {"plugin.plugin"},
     {"precision", "fsdp"},
-    {"tokens.contents", "token_count"},
+    {"tokens.contents", "tokens.count"},
     {"tokens.windows"},
     {"monitor", "tokens.clock"},
     {"tokens"},
@@ -196,7 +196,9 @@ def private_upstream_names(tree: ast.Module) -> list[str]:
     return faults
 
 
-KNOWN = {"__init__", "step.__init__", "plugin.__init__", *ASIDE}.union(*LAYERS)
+KNOWN = {"__init__", "arguments.__init__", "step.__init__", "plugin.__init__", *ASIDE}.union(
+    *LAYERS
+)
 TREES = modules(Path(__file__).parents[1] / PACKAGE)
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_amp_guard.arguments.settings import ScaleSettings
 from lightning_amp_guard.scale_policy import ScalePolicy, float32
-from lightning_amp_guard.settings import ScaleSettings
 
 SMALLEST = 2.0**-126  # the smallest normal float32: its reciprocal is finite
 

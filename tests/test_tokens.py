@@ -32,7 +32,7 @@ from lightning_amp_guard import (
 )
 from lightning_amp_guard.step.lanes import Stage
 from lightning_amp_guard.step.windows import GradientWindows
-from lightning_amp_guard.token_count import count_labels
+from lightning_amp_guard.tokens.count import count_labels
 from lightning_amp_guard.tokens.windows import TokenWindows
 from tests.costs import Meter
 from tests.helpers import BAD, GOOD, NONE, PlantedOverflow, fit, make_trainer, stock_plugin

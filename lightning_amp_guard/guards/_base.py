@@ -10,12 +10,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from typing_extensions import Self
 
-from lightning_amp_guard.checks import flag
-from lightning_amp_guard.misplaced import RefusedOnClass, SilentOnClass, as_callback
-from lightning_amp_guard.named_arguments import names_its_class
+from lightning_amp_guard.arguments.checks import flag
+from lightning_amp_guard.arguments.misplaced import RefusedOnClass, SilentOnClass, as_callback
+from lightning_amp_guard.arguments.named import names_its_class
+from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.attempt import AttemptEngine
 
 __all__ = ["Guard", "GuardCore", "GuardSetup", "Host", "InstancePatch"]

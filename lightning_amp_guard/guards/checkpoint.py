@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.checks import flag
+from lightning_amp_guard.arguments.checks import flag
+from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
-from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepTally
 from lightning_amp_guard.scale_policy import float32
 from lightning_amp_guard.state import (

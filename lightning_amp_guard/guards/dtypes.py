@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
-from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 
 __all__ = ["DtypeGuard"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.diagnosis.batch import scan
 from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
-from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
 from lightning_amp_guard.plugin.fp32_scope import with_module
 

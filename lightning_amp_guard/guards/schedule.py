@@ -10,8 +10,8 @@ from inspect import getattr_static, isfunction
 from typing import Any
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host, InstancePatch
-from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 from lightning_amp_guard.state import read_flag_pairs
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.checks import choice
+from lightning_amp_guard.arguments.checks import choice
+from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.errors import ScaledGradientError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
-from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.step.lanes import Cell, Lane
 
 __all__ = ["UnscaleGuard"]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from lightning_amp_guard.arguments.settings import ScaleSettings
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
-from lightning_amp_guard.settings import ScaleSettings
 
 __all__ = [
     "KEYS",

@@ -13,9 +13,16 @@ from lightning.pytorch import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.checks import choice_meant, flag_meant, names_meant, refuse, whole
+from lightning_amp_guard.arguments.checks import (
+    choice_meant,
+    flag_meant,
+    names_meant,
+    refuse,
+    whole,
+)
+from lightning_amp_guard.arguments.misplaced import RefusedOnClass, SilentOnClass, as_callback
+from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.errors import AmpGuardWarning
-from lightning_amp_guard.misplaced import RefusedOnClass, SilentOnClass, as_callback
 from lightning_amp_guard.monitor import view
 from lightning_amp_guard.monitor.findings import Finding
 from lightning_amp_guard.monitor.ledger.file import read_run, write_facts
@@ -25,7 +32,6 @@ from lightning_amp_guard.monitor.records import Baseline
 from lightning_amp_guard.monitor.rules.registry import find
 from lightning_amp_guard.monitor.run import MonitoredRun
 from lightning_amp_guard.monitor.summary import show, summarize
-from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 
 __all__ = ["AmpMonitor", "AmpMonitorCore"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.arguments.settings import ScaleSettings
 from lightning_amp_guard.diagnosis.watch import Culprit
 from lightning_amp_guard.monitor import view
 from lightning_amp_guard.monitor.audit import Audit
@@ -29,7 +30,6 @@ from lightning_amp_guard.monitor.throughput import (
 )
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.plugin.plugin import AmpPlugin
-from lightning_amp_guard.settings import ScaleSettings
 from lightning_amp_guard.step.lanes import Lane
 from lightning_amp_guard.step.ranks import total
 from lightning_amp_guard.step.windows import GradientWindows

@@ -10,13 +10,13 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.checks import refuse
+from lightning_amp_guard.arguments.checks import refuse
+from lightning_amp_guard.arguments.misplaced import PluginClass
+from lightning_amp_guard.arguments.named import names_its_class
+from lightning_amp_guard.arguments.settings import AmpSettings, ScaleSettings
 from lightning_amp_guard.errors import AmpGuardWarning
-from lightning_amp_guard.misplaced import PluginClass
-from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.plugin.scaler_choice import choose_scaler
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import AmpSettings, ScaleSettings
 
 __all__ = ["Configuration"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from lightning_amp_guard.checks import refuse
+from lightning_amp_guard.arguments.checks import refuse
+from lightning_amp_guard.arguments.settings import ScaleSettings
 from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.scale_policy import float32
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import ScaleSettings
 
 __all__ = ["choose_scaler"]
 

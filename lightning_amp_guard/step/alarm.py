@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
+from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.errors import AmpGuardError, NonFiniteGradientError, SkipLimitError
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.plugin.fp32_scope import with_module
-from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.lanes import Lane
 
 __all__ = ["alarm", "nonfinite_parameters"]

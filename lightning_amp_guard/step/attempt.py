@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.given_up import GivenUp
+from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.all_or_none import AllOrNone
+from lightning_amp_guard.step.given_up import GivenUp
 from lightning_amp_guard.step.lanes import Cell, Lane, Stage
 from lightning_amp_guard.step.late import LateAttempts
 from lightning_amp_guard.step.movement import ScaleMovement

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.lanes import Lane, Stage
 from lightning_amp_guard.step.windows import GradientWindows
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.checks import flag
+from lightning_amp_guard.arguments.checks import flag
+from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
-from lightning_amp_guard.named_arguments import names_its_class
 from lightning_amp_guard.outcome import StepOutcome
 from lightning_amp_guard.state import is_count, read
-from lightning_amp_guard.token_count import AVERAGED, IGNORED, count_labels, count_meant, is_whole
 from lightning_amp_guard.tokens.contents import check_rows
+from lightning_amp_guard.tokens.count import AVERAGED, IGNORED, count_labels, count_meant, is_whole
 from lightning_amp_guard.tokens.windows import TokenWindows
 
 __all__ = ["TokenClock", "TokenClockCore"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_amp_guard.arguments.settings import ScaleSettings
 from lightning_amp_guard.monitor.records import (
     WINDOW,
     Baseline,
@@ -20,7 +21,6 @@ from lightning_amp_guard.monitor.records import (
 )
 from lightning_amp_guard.monitor.rules.registry import find
 from lightning_amp_guard.scale_policy import ScalePolicy
-from lightning_amp_guard.settings import ScaleSettings
 
 PRECISIONS = {"16-mixed": True, "bf16-mixed": False, "32-true": False}
 

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from lightning_amp_guard import SkipReason, StepOutcome, StepTally
+from lightning_amp_guard.arguments.settings import ScaleSettings
 from lightning_amp_guard.monitor.metrics import (
     KEYS,
     FitMetrics,
@@ -14,7 +15,6 @@ from lightning_amp_guard.monitor.metrics import (
     tallies_since,
 )
 from lightning_amp_guard.scale_policy import ScalePolicy
-from lightning_amp_guard.settings import ScaleSettings
 
 GRADIENTS, LOSS, PARTNER = (
     SkipReason.NONFINITE_GRADIENTS,

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lightning_amp_guard import SkipAwareGradScaler
+from lightning_amp_guard.arguments.settings import ScaleSettings
 from lightning_amp_guard.plugin.scaler_choice import choose_scaler
-from lightning_amp_guard.settings import ScaleSettings
 
 DEFAULTS = ScaleSettings()
 

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_amp_guard import AmpMonitor, SafeAMP, SkipAwareGradScaler, SkipReason, StepTally
+from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.monitor.ledger.file import read_ledger
-from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.attempt import AttemptEngine
 from tests.helpers import BAD, GOOD, NAN_LOSS, Line, PlantedOverflow, batches, make_trainer
 

@@ -7,8 +7,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp_guard import SkipAwareGradScaler
+from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.scaler import read_flags
-from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.attempt import AttemptEngine
 from lightning_amp_guard.step.lanes import Cell, Stage
 from lightning_amp_guard.step.windows import GradientWindows

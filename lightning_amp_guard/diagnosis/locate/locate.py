@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_amp_guard.diagnosis.arguments import check_positive, check_step
-from lightning_amp_guard.diagnosis.float32 import EVERY, in_float32
 from lightning_amp_guard.diagnosis.locate.blame import blamed, described
 from lightning_amp_guard.diagnosis.locate.finding import NonFiniteReport
+from lightning_amp_guard.diagnosis.locate.float32 import EVERY, in_float32
 from lightning_amp_guard.diagnosis.locate.prepare import (
     clear_gradients,
     compiled,

@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.diagnosis.spoiled import nan_buffers, nonfinite_parameters
 from lightning_amp_guard.diagnosis.watch.culprit import Culprit, from_seen
 from lightning_amp_guard.diagnosis.watch.extremes import extremes, floats, measured
 from lightning_amp_guard.diagnosis.watch.inert import InertHook
 from lightning_amp_guard.diagnosis.watch.nodes import custom_name, is_composite
 from lightning_amp_guard.diagnosis.watch.seen import Numbers, Seen, choose
+from lightning_amp_guard.diagnosis.watch.spoiled import nan_buffers, nonfinite_parameters
 
 __all__ = ["NonFiniteWatch"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from lightning_amp_guard.checks import (
+from lightning_amp_guard.arguments.checks import (
     choice,
     flag,
     names_meant,

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.outcome import SkipReason
 from lightning_amp_guard.scaler import read_flags
-from lightning_amp_guard.settings import AmpSettings
 from lightning_amp_guard.step.lanes import Cell
 from lightning_amp_guard.step.movement import ScaleMovement
 from lightning_amp_guard.step.ranks import RankAgreement

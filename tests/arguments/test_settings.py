@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_amp_guard.checks import refuse
-from lightning_amp_guard.settings import AmpSettings, ScaleSettings
+from lightning_amp_guard.arguments.checks import refuse
+from lightning_amp_guard.arguments.settings import AmpSettings, ScaleSettings
 
 NAN, INF = float("nan"), float("inf")
 PRECISIONS = ("16-mixed", "bf16-mixed", "auto")

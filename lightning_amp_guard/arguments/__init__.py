@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of classes: checked once, refused under the name that the user wrote."""
