@@ -341,6 +341,73 @@ def test_unscaling_outside_of_a_fit_does_nothing():
     assert weight.grad.item() == SCALE
 
 
+class Surgery(ManualLine):
+    """Adds the true gradients of two tasks up by hand, 1 + 2; `plan` says which task overflows."""
+
+    def __init__(self, plan, assigns, clips):
+        super().__init__(plan)
+        self.assigns, self.clips = assigns, clips
+
+    def training_step(self, batch, batch_idx):
+        optimizer, parts = self.optimizers(), []
+        for task in (1, 2):
+            optimizer.zero_grad()
+            loss = self.lin(batch[0]).float().mean() * task
+            bad = batch_idx < len(self.plan) and self.plan[batch_idx] == task
+            self.manual_backward(PlantedOverflow.apply(loss, bad))
+            self.trainer.precision_plugin.unscale_(optimizer)
+            parts.append(self.lin.weight.grad.clone())
+        if self.assigns:
+            self.lin.weight.grad = parts[0] + parts[1]
+        else:
+            self.lin.weight.grad.copy_(parts[0] + parts[1])
+        if self.clips:
+            self.clip_gradients(optimizer, gradient_clip_val=100.0, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("assigns", [True, False])
+@pytest.mark.parametrize("task", [1, 2])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_gradients_put_together_from_several_passes_are_judged_as_they_are(
+    precision, task, assigns, clips
+):
+    model = Surgery([None, task], assigns, clips)
+    plugin = safe() if precision == "16-mixed" else SafeAMP(precision=precision)
+    fit(model, plugin, n=3)
+    assert model.weight == 5.0  # two updates with 3
+    assert flags(model) == [True, False, True]
+    if plugin.scaler is not None:
+        assert plugin.scaler.get_scale() == SCALE / 2  # one overflow, one backoff
+
+
+def test_gradients_that_nobody_edits_after_an_early_check_are_not_checked_again():
+    class Clips(ManualLine):
+        checks = 0
+
+        def between(self, optimizer):
+            scaler = self.trainer.precision_plugin.scaler
+            check = scaler.multiply_held_
+
+            def counted(holder, ratio):
+                self.checks += 1
+                return check(holder, ratio)
+
+            scaler.multiply_held_ = counted
+            self.trainer.precision_plugin.unscale_(optimizer)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            del self.trainer.precision_plugin.scaler.multiply_held_
+
+    model = Clips()
+    fit(model, safe(), n=2)
+    assert model.weight == pytest.approx(7.5, abs=1e-5)  # a norm of 2 clipped to 1, twice
+    assert model.checks == 0
+
+
 def test_gradients_may_be_edited_before_their_time_once_they_are_unscaled():
     class EditsAfterBackward(Line):
         def on_after_backward(self):

@@ -176,12 +176,21 @@ class AttemptEngine:
             self._unscale_lane(lane)
         for adjust in self.adjusters:
             adjust(lane, False)
+        self.approve(lane)
+
+    def approve(self, lane: Lane) -> None:
+        """Take the lane's gradients, as they are, for checked. Host sync: none."""
+        if lane.stage is Stage.UNSCALED:
+            for cell in lane.cells:
+                cell.mark()
 
     def _unscale_lane(self, lane: Lane) -> None:
-        if lane.stage is Stage.UNSCALED:
-            return
-        self._verify_lane(lane)
-        self.windows.unscale_(lane)
+        if lane.stage is not Stage.UNSCALED:
+            self._verify_lane(lane)
+            self.windows.unscale_(lane)
+        elif not lane.shared and (self.ranks is None or self.ranks.on_every_attempt()):
+            # where no rank asks the others, all of them have to go by the same check
+            self.windows.check_edits(lane)
 
     def _verify_lane(self, lane: Lane) -> None:
         """Let the verifier object to gradients that were touched while they carried the scale."""
@@ -377,6 +386,7 @@ class AttemptEngine:
             for lane in lanes:
                 lane.shared = False
                 self._check(lane, attempt=False)
+                self.approve(lane)
         self.block = AllOrNone(lanes)
         try:
             yield

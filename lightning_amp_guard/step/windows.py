@@ -200,6 +200,20 @@ class GradientWindows:
         lane.stage = Stage.UNSCALED
         self.scaler.note_unscaled(lane.optimizer, lane.flags)
 
+    def check_edits(self, lane: Lane) -> None:
+        """Check gradients that were edited or assigned since they were unscaled and checked.
+
+        Gradient surgery puts them together out of several passes, one of which may have overflowed.
+        Host sync: none.
+        """
+        for cell in lane.cells:
+            if not _upstream.moved_since(cell.params, cell.marks):
+                continue
+            for device, flag in self.scaler.multiply_held_(cell, 1.0).items():
+                known = lane.flags.get(device)
+                lane.flags[device] = flag if known is None else known + flag
+            cell.mark()
+
     def note_unscaled(self, lane: Lane) -> None:
         """Take down that the lane's gradients are finite and unscaled, or will be by its step."""
         for cell in lane.cells:
