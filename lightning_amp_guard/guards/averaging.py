@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import callbacks as lightning_callbacks
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host, InstancePatch
@@ -42,9 +43,14 @@ class AveragingGateCore(GuardCore):
                 self._stand_before(callback, "should_update", _should_update)
             elif isinstance(callback, self.swa):
                 self._stand_before(callback, "update_parameters", _sample)
+        for module in host.module.modules():
+            if isinstance(module, AveragedModel):
+                self._stand_before(module, "update_parameters", _update, Kept())
 
-    def _stand_before(self, callback: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        fresh = Fresh()
+    def _stand_before(
+        self, callback: Any, name: str, wrapper: Callable[..., Any], fresh: Fresh | None = None
+    ) -> None:
+        fresh = fresh or Fresh()
 
         def ask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self.host is not None:
@@ -63,9 +69,8 @@ class AveragingGateCore(GuardCore):
 
     def after_outcome(self, outcome: StepOutcome) -> None:
         """Remember whether there is anything new to sample."""
-        if outcome.applied:
-            for fresh in self._fresh:
-                fresh.by_step = fresh.by_epoch = True
+        for fresh in self._fresh:
+            fresh.note(outcome.applied)
 
     def save(self) -> list[list[bool]]:
         """Return, per callback: anything applied since it was last asked by step, by epoch?"""
@@ -88,6 +93,20 @@ class Fresh:
 
     by_step: bool = False
     by_epoch: bool = False
+
+    def note(self, applied: bool) -> None:
+        """Take down what became of an attempt."""
+        self.by_step |= applied
+        self.by_epoch |= applied
+
+
+class Kept(Fresh):
+    """Likewise for an average that the module keeps: `by_epoch` stands for attempts of any outcome."""
+
+    def note(self, applied: bool) -> None:
+        """Take down what became of an attempt."""
+        self.by_step |= applied
+        self.by_epoch = True
 
 
 def _should_update(
@@ -118,6 +137,13 @@ def _sample(
         update(average_model, model, n_averaged, avg_fn)
 
 
+def _update(fresh: Fresh, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    applied, attempted = fresh.by_step, fresh.by_epoch
+    fresh.by_step = fresh.by_epoch = False
+    if applied or not attempted:
+        update(*args, **kwargs)
+
+
 def averaging_callbacks(namespace: Any) -> tuple[tuple[type, ...], tuple[type, ...]]:
     """Return the averaging callbacks, and the SWA ones, that a `callbacks` namespace has."""
     names = ("WeightAveraging", "EMAWeightAveraging")
@@ -132,13 +158,14 @@ class AveragingGate(AveragingGateCore, Guard):
     step gives the old weights one more vote (Lightning issue 11688, pull request 20545).
     `WeightAveraging` and `EMAWeightAveraging` take no sample from a skipped step (nor from an epoch
     without an applied update, where they sample by epoch), `StochasticWeightAveraging` none from an
-    epoch without one, its first sample excepted.
+    epoch without one, its first sample excepted. Torch's `AveragedModel` as a part of the module
+    leaves out your call of `update_parameters` if every attempt since the previous call was skipped.
 
     Args:
         enabled: `False` lets them sample as in stock Lightning.
 
-    Runs: after each attempt, and when a callback is about to sample.
-    Keeps: two flags per averaging callback in the plugin's checkpoint entry.
+    Runs: after each attempt, and when a callback, or the module, is about to sample.
+    Keeps: two flags per average in the plugin's checkpoint entry.
     Host sync: none; one per SWA sample.
     """
 

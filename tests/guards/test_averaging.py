@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_amp_guard import AveragingGate, SafeAMP
 from tests.helpers import BAD, GOOD, NAN_LOSS, NONE, Line, ManualLine, fit
@@ -367,3 +368,101 @@ def test_next_fit_starts_with_nothing_to_sample():
     fit(Line([G]), plugin(), n=1, callbacks=[guard])
     fit(Line([B]), plugin(), n=1, callbacks=[guard, callback])
     assert samples(callback) == 0
+
+
+# ---------------------------------------------------------------------- kept by the module itself
+
+
+class KeepsAverage(Line):
+    """Updates an average of torch's after every batch, or every second one."""
+
+    every = 1
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.averages = torch.nn.ModuleList([AveragedModel(self.lin)])
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.lin.parameters())
+
+    @property
+    def average(self):
+        return self.averages[0]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.seen % self.every == 0:
+            self.average.update_parameters(self.lin)
+
+    def averaged(self):
+        return int(self.average.n_averaged), float(self.average.module.weight.detach()[0, 0])
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.5, betas=(0.0, 0.0), weight_decay=0.0, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [None, adamw], ids=["plain", "late"])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_average_that_the_module_keeps_takes_none_from_a_skipped_step(precision, optimizer):
+    class Silent(KeepsAverage):
+        on_step_outcome = None
+
+    model = Silent([B, G, N, B, G], optimizer)
+    safe = plugin() if precision == "16-mixed" else SafeAMP(precision=precision)
+    fit(model, safe, n=6)
+    # 7.5, 7 and 6.5; Adam's epsilon makes its steps of 0.5 a trifle smaller
+    assert model.averaged() == (3, pytest.approx(7.0, abs=1e-4))
+    assert "update_parameters" not in vars(model.average)
+
+
+def test_average_that_the_module_keeps_is_asked_about_all_since_the_last_time():
+    class EverySecond(KeepsAverage):
+        every = 2
+
+    model = EverySecond([B, G, B, B, G, B])
+    fit(model, plugin(), n=6)
+    assert model.averaged() == (2, 7.25)  # 7.5 and 7
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_average_that_the_module_keeps_samples_where_there_was_no_attempt():
+    model = KeepsAverage([G, O, B])
+    fit(model, plugin(), n=3)
+    assert model.averaged() == (2, 7.5)
+
+
+def test_average_that_the_module_keeps_votes_with_the_gate_disabled():
+    model = KeepsAverage([G, B, B])
+    fit(model, plugin(), n=3, callbacks=[AveragingGate(enabled=False)])
+    assert model.averaged() == (3, 7.5)
+
+
+def test_copy_of_a_kept_average_made_during_the_fit_is_a_plain_one():
+    class Copies(KeepsAverage):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            self.copied = copy.deepcopy(self.average)
+            pickle.dumps(self.average.state_dict())
+
+    model = Copies([G, B])
+    fit(model, plugin(), n=2)
+    model.copied.update_parameters(model.lin)
+    assert (int(model.copied.n_averaged), int(model.average.n_averaged)) == (2, 1)
+
+
+def test_flags_of_a_kept_average_survive_a_resume(tmp_path):
+    class EverySecond(KeepsAverage):
+        every = 2
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            if batch_idx == 2 and not self.trainer.ckpt_path:
+                self.trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    # batch 2 is applied, 3 is skipped: the sample after 3 is due to what was before the checkpoint
+    whole, resumed = EverySecond([G, G, G, B]), EverySecond([O, B])
+    fit(whole, plugin(), n=4)
+    resumed.seen = 1
+    fit(resumed, plugin(), n=4, ckpt_path=tmp_path / "x.ckpt")
+    assert whole.averaged() == resumed.averaged() == (2, 6.75)  # 7 and 6.5
