@@ -538,10 +538,17 @@ def culprit(**changes):
         ({"what": "nan", "composite": True}, True),
         ({"max_abs": 60000.0, "finite_share": 0.5}, True),
         ({"max_abs": 3.0, "finite_share": 0.5}, False),  # far below 65504, yet inf beside it
+        # gradients with a long tail: what went in is not far from overflowing itself
+        ({"max_abs": 3.0, "finite_share": 0.5, "max_abs_in": 20000.0}, True),
+        ({"operator": "ToCopyBackward0", "max_abs": 3.0, "max_abs_in": 1e6}, True),
+        ({"operator": "DivBackward0", "what": "inf and nan", "max_abs_in": 5e4}, True),
+        ({"operator": "DivBackward0", "what": "inf and nan"}, False),
+        ({"dtype": torch.float32, "what": "nan", "max_abs_in": 1e30}, False),
         ({"dtype": torch.float32}, False),
         ({"dtype": torch.float32, "max_abs_in": 1e30}, True),
         ({"operator": "SqrtBackward0"}, False),  # 1024 x 64 is beyond float16: too steep
         ({"operator": "SqrtBackward0", "max_abs_in": 30000.0}, True),
+        ({"operator": "DivBackward0", "max_abs": 26000.0, "finite_share": 0.5}, True),
         ({"operator": "MineBackward", "custom": "test.<locals>.Mine"}, False),
         ({"custom": "test.<locals>.Mine"}, True),
     ],

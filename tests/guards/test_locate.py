@@ -330,6 +330,31 @@ def ended(model, data, plugin):
     return said, str(error.value)
 
 
+class Contrast(L.LightningModule):
+    """Normalizes vectors of about 0.1 by hand: the division makes gradients 10 times as large."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 8)
+
+    def training_step(self, batch, batch_idx):
+        z = self.lin(batch["x"]) * 0.1
+        z = z / z.square().sum(-1, keepdim=True).sqrt()
+        return nn.functional.cross_entropy(z @ z.t() / 0.07, torch.arange(len(z)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4, 6])
+def test_division_that_overflows_while_the_scale_is_searched_is_not_told(seed):
+    torch.manual_seed(seed)
+    said, plugin = run(Contrast(), batches(16), SafeAMP(init_scale=2.0**24))
+    assert plugin.tally.skipped > 4
+    assert plugin.tally.applied
+    assert said == []
+
+
 class Divides(Line):
     """The loss is 0 / 0 in `ratio`, in any precision."""
 

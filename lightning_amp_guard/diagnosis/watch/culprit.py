@@ -17,6 +17,7 @@ __all__ = ["Culprit", "from_seen"]
 _GAP = 256.0
 _LARGEST = 65504.0  # the largest finite float16
 _STEEP = 8.0  # a slope above this is suspicious where a slope may be infinite
+_STEEPER = 32.0  # and above this anywhere
 _UNBOUNDED = ("Sqrt", "Div", "Reciprocal", "Pow", "Log", "Norm", "Std", "Acos", "Asin", "Prod")
 _MEANS = ("CrossEntropyLoss", "NLLLoss")  # over the targets that are not to be ignored
 _LARGE = 2.0**64  # nothing that a scale up to 2**24 makes of an ordinary gradient
@@ -82,22 +83,25 @@ class Culprit:
     def may_be_overflow(self) -> bool:
         """Whether a smaller scale may end it: an inf in a gradient that may exceed float16.
 
-        A NaN that one operator makes of finite gradients does not depend on the scale, nor does an
-        inf far above the largest finite value beside it, or one in a dtype with float32's range, or
-        one that an operator with an unbounded slope (a root, a division, one of the user's own)
-        makes of a gradient that is far from overflowing. What consists of several operators may have
-        overflowed between them.
+        A NaN that one operator makes of small finite gradients does not depend on the scale, nor does
+        an inf far above both what went in and the largest finite value beside it, or one in a dtype
+        with float32's range, or one that an operator with an unbounded slope (a root, a division, one
+        of the user's own) makes of a gradient that is far from overflowing, with nothing finite beside
+        it. What consists of several operators may have overflowed between them.
         """
         if self.direction == "forward":
             return False
         if self.composite:
             return True
-        if self.what == "nan":
-            return False
         if self.dtype is not torch.float16:
-            return self.max_abs_in > _LARGE
-        if self.what != "inf" or 0 < self.max_abs < _LARGEST / _GAP:
-            return self.what != "inf"
+            return self.what != "nan" and self.max_abs_in > _LARGE
+        if self.max_abs_in >= _LARGEST / _STEEP and (self.max_abs or "nan" in self.what):
+            return True  # within an operator inf - inf and 0 * inf make NaN of an overflow
+        if self.what != "inf":
+            return False
+        if self.max_abs:  # a long tail of gradients looks like a gap: only a steep one is none
+            gap, small = self.max_abs < _LARGEST / _GAP, self.max_abs_in < _LARGEST / _STEEPER
+            return not (gap and small)
         names = _UNBOUNDED if self.custom is None else (*_UNBOUNDED, self.custom.rpartition(".")[2])
         steep = any(name in self.operator for name in names)
         return not (steep and self.max_abs_in < _LARGEST / _STEEP)
