@@ -246,6 +246,30 @@ def test_modules_that_have_to_run_in_float32_together_are_named_together():
     assert both.remedy.endswith('`SafeAMP(fp32_modules=["grow", "read"])`.')
 
 
+def nesting():
+    """How many autocast scopes torch believes to be open."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def test_interrupt_within_a_module_in_float32_leaves_no_scope_open():
+    scopes = []
+
+    def interrupts(x):
+        scopes.append(torch.is_autocast_enabled("cpu"))
+        if len(scopes) == 3:  # after float16's and float32's replay: this module alone in float32
+            raise KeyboardInterrupt
+        return x * 1e6
+
+    case = Case(chain(Apply(interrupts)), ones(), lambda m, x: m(x).float().mean() / 1e6)
+    before = nesting()
+    with pytest.raises(KeyboardInterrupt):
+        locate(case, scale=1.0)
+    assert scopes == [True, False, False]
+    assert nesting() == before
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_every_module_is_named_where_it_cannot_be_told_which_ones_help():
     class Cubed(nn.Module):
         def forward(self, x):

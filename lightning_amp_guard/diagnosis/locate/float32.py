@@ -32,6 +32,7 @@ def in_float32(root: Module, names: Collection[str], device: str) -> Iterator[No
         for name, part in root.named_modules():
             if name and (short_name(name) in names or EVERY in names):
                 scope = _Scope(device)
+                undo.callback(scope.abandon)
                 before = part.register_forward_pre_hook(scope.enter, prepend=True, with_kwargs=True)
                 undo.callback(before.remove)
                 undo.callback(part.register_forward_hook(scope.leave, always_call=True).remove)
@@ -50,6 +51,11 @@ class _Scope:
 
     def leave(self, module: Module, args: Any, output: Any) -> None:
         if self.entered:
+            self.entered.pop().__exit__(None, None, None)
+
+    def abandon(self) -> None:
+        """Leave what a KeyboardInterrupt left entered: torch calls no hooks then."""
+        while self.entered:
             self.entered.pop().__exit__(None, None, None)
 
 
