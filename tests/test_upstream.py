@@ -724,7 +724,7 @@ def test_written_arguments_are_those_that_change_in_place():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_running_statistics_are_read_in_evaluation_alone(training):
+def test_unread_statistics_are_those_of_training_alone(training):
     found = {}
 
     def look(name, func, args, kwargs):
