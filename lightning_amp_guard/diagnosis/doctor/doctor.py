@@ -110,7 +110,7 @@ def examine() -> DoctorReport:
     """
     versions = {"python": platform.python_version()}
     versions |= {name: v for name, d in _PACKAGES.items() if (v := _version(d))}
-    versions["torch"] = torch.__version__  # which says the build, as "+cpu"; its wheel may not
+    versions["torch"] = str(torch.__version__)  # which says the build, as "+cpu"; its wheel may not
     versions["lightning_amp_guard"] = own_version()
     return DoctorReport(versions, tuple(_devices()), _tf32(), tuple(known_faults(versions)))
 
