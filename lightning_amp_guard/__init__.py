@@ -32,7 +32,7 @@ from lightning_amp_guard.monitor import AmpMonitor, Finding
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.precision import SafeAMP
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.tokens.clock import TokenClock
+from lightning_amp_guard.tokens import TokenClock
 
 __all__ = [
     "AmpGuardError",

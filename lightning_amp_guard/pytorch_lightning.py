@@ -25,7 +25,7 @@ from lightning_amp_guard.guards.unscale import UnscaleGuardCore
 from lightning_amp_guard.guards.window import WindowGuardCore
 from lightning_amp_guard.monitor.monitor import AmpMonitorCore
 from lightning_amp_guard.precision import SafeAMPCore
-from lightning_amp_guard.tokens.clock import TokenClockCore
+from lightning_amp_guard.tokens import TokenClockCore
 
 __all__ = [
     "AmpMonitor",

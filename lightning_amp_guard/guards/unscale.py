@@ -39,7 +39,7 @@ class UnscaleGuardCore(GuardCore):
         """Watch the fit's gradients, where there is a scale to carry."""
         super().attach(host)
         engine = host.running()
-        engine.verifier = self
+        engine.inspection.verifier = self
         self._unhook()
         if engine.windows.scaling:
             own = [lane.optimizer for lane in engine.windows.lanes]

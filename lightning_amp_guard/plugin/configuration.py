@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.arguments.checks import refuse
@@ -144,6 +145,27 @@ class Configuration(metaclass=PluginClass):
                 f" autocast on {device!r}. Expected a device type that has it, such as"
                 f' "cuda" or "cpu". Write `{self._name()}(precision="bf16-mixed")`.'
             )
+
+    def speak_of_closures(self, optimizers: list[Optimizer]) -> None:
+        """Say what becomes of optimizers that evaluate their closure several times in a step.
+
+        Raises:
+            MisconfigurationException: Under a scaler, which needs true gradients before the step.
+        """
+        if not optimizers:
+            return
+        name = type(optimizers[0]).__name__
+        if self.scaler is not None:
+            raise self.fail(
+                f"`{self._name()}(precision={self.precision!r})`: the optimizer `{name}` evaluates"
+                " its closure several times within a step, so its gradients cannot be unscaled and"
+                " checked once before it. Expected an optimizer whose `step()` works without a"
+                f' closure. Write `{self._name()}(precision="bf16-mixed")`, which needs no scale.'
+            )
+        self.info(
+            f"`{name}` needs its closure, so its updates are not guarded: a non-finite gradient is"
+            " applied, and schedules of this optimizer advance at every step."
+        )
 
     def settle_precision(self, bf16: bool, fp16: bool) -> None:
         """Choose what "auto" stands for, by what the device computes natively."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardError, SkipLimitError
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
-from lightning_amp_guard.plugin.life_cycle import LifeCycle
+from lightning_amp_guard.plugin.saved_entry import SavedEntry
 from lightning_amp_guard.step.alarm import alarm
 from lightning_amp_guard.step.late import LONGEST_WAIT
 
@@ -20,7 +20,7 @@ _CLIPPING = ("clip_grad_by_norm", "clip_gradients", "_clip", _upstream.HOOKS_AND
 _KNOWN = ("lightning_amp_guard", "lightning", "pytorch_lightning")
 
 
-class Hearing(LifeCycle):
+class Hearing(SavedEntry):
     """Tells guards, callbacks and module what became of attempts, and ends a run that only skips.
 
     Whom it tells is found out again only when the Trainer's list of callbacks changes.

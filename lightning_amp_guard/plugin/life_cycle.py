@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a precision plugin from set-up to teardown, and what it saves."""
+"""The life of a precision plugin from set-up to teardown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from torch.nn import Module
@@ -16,6 +16,7 @@ from lightning_amp_guard.guards.checkpoint import ScalerCheckpointCore
 from lightning_amp_guard.outcome import StepOutcome, StepTally
 from lightning_amp_guard.plugin.configuration import Configuration
 from lightning_amp_guard.plugin.fp32_scope import Float32Scopes
+from lightning_amp_guard.plugin.guard_choice import choose_guards
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.step.anomaly import AnomalyProbe
 from lightning_amp_guard.step.attempt import AttemptEngine
@@ -109,14 +110,9 @@ class LifeCycle(Configuration):
 
     def _open(self, optimizers: list[Optimizer]) -> None:
         scaling = self.scaler is not None
-        self._unguarded = {
-            i
-            for i, o in enumerate(optimizers)
-            if _upstream.needs_closure(_upstream.unwrap_optimizer(o))
-        }
-        self._speak_of_closures(
-            [_upstream.unwrap_optimizer(optimizers[i]) for i in sorted(self._unguarded)]
-        )
+        plain = [_upstream.unwrap_optimizer(optimizer) for optimizer in optimizers]
+        self._unguarded = {i for i, o in enumerate(plain) if _upstream.needs_closure(o)}
+        self.speak_of_closures([plain[i] for i in sorted(self._unguarded)])
         self.engine = AttemptEngine(
             self.settings,
             self.scaler or SkipAwareGradScaler("cpu", 1.0, dynamic=False),
@@ -132,7 +128,11 @@ class LifeCycle(Configuration):
             self.scaler.watcher, self.scaler.settle = self.engine, self.settle
         self.engine.windows.settle = self.settle
         self.active = True
-        self._checkpoint = self._pick_guards()
+        chosen: list[Any] = choose_guards(self.trainer.callbacks, self.guard_types, self.fail)
+        self.guards = [guard for guard in chosen if guard.enabled]
+        self._checkpoint = next(
+            guard for guard in chosen if isinstance(guard, ScalerCheckpointCore)
+        )
         for guard in self.guards:
             guard.attach(self)
         self._after = [g.after_outcome for g in self.guards if _overrides(g, "after_outcome")]
@@ -151,29 +151,9 @@ class LifeCycle(Configuration):
         engine.ranks = RankAgreement(
             strategy.root_device, on_every_attempt=lambda: sync is True or not spread()
         )
-        engine.given_up.ranks = engine.ranks
+        engine.given_up.ranks = engine.inspection.ranks = engine.ranks
         if engine.manual:  # otherwise no gradient is held when the scale may grow
             engine.movement.ranks = engine.ranks
-
-    def _pick_guards(self) -> ScalerCheckpointCore:
-        chosen: list[Any] = []
-        passed = [cb for cb in self.trainer.callbacks if isinstance(cb, GuardCore)]
-        for kind in self.guard_types:
-            own = [cb for cb in passed if isinstance(cb, kind)]
-            chosen += self._at_most_one(own) or [kind()]
-        others = [cb for cb in passed if not isinstance(cb, self.guard_types)]
-        for name in dict.fromkeys(cb.name for cb in others):
-            chosen += self._at_most_one([cb for cb in others if cb.name == name])
-        self.guards = [guard for guard in chosen if guard.enabled]
-        return next(guard for guard in chosen if isinstance(guard, ScalerCheckpointCore))
-
-    def _at_most_one(self, own: list[GuardCore]) -> list[GuardCore]:
-        if len(own) > 1:
-            raise self.fail(
-                f"`Trainer(callbacks=...)` holds {len(own)} guards of the kind `{own[0].name}`."
-                " Expected at most one, since a rule is enforced once. Keep the one you mean."
-            )
-        return own
 
     def fall_back(self, precision: str) -> None:
         """Go on in another precision; gradients that others hold are unscaled first."""
@@ -182,22 +162,6 @@ class LifeCycle(Configuration):
         if self.engine is not None:
             self.engine.stop_scaling()
         super().fall_back(precision)
-
-    def _speak_of_closures(self, optimizers: list[Optimizer]) -> None:
-        if not optimizers:
-            return
-        name = type(optimizers[0]).__name__
-        if self.scaler is not None:
-            raise self.fail(
-                f"`{self._name()}(precision={self.precision!r})`: the optimizer `{name}` evaluates"
-                " its closure several times within a step, so its gradients cannot be unscaled and"
-                " checked once before it. Expected an optimizer whose `step()` works without a"
-                f' closure. Write `{self._name()}(precision="bf16-mixed")`, which needs no scale.'
-            )
-        self.info(
-            f"`{name}` needs its closure, so its updates are not guarded: a non-finite gradient is"
-            " applied, and schedules of this optimizer advance at every step."
-        )
 
     def _close(self) -> None:
         if self.active:
@@ -214,9 +178,9 @@ class LifeCycle(Configuration):
             guard.detach()
 
     def _remove_scopes(self) -> None:
-        if self._scopes is not None:
-            self._scopes.remove()
-        self._scopes = None
+        scopes, self._scopes = self._scopes, None
+        if scopes is not None:
+            scopes.remove()
 
     def teardown(self) -> None:
         """Undo every side effect; tallies, scale and an open window stay for a checkpoint."""
@@ -224,50 +188,6 @@ class LifeCycle(Configuration):
         self._remove_scopes()
         self._handled = []
         super().teardown()  # type: ignore[misc]
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the plugin's checkpoint entry; see `ScalerCheckpoint`."""
-        self.settle()
-        if self._checkpoint.enabled:
-            return self._checkpoint.entry(self)
-        return {} if self.scaler is None else self.scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore an entry of this package or of stock Lightning.
-
-        Raises:
-            ScalerStateError: The entry is damaged; the message names the key.
-        """
-        for i, done in enumerate(self._handled):
-            if state_dict is done:
-                del self._handled[i]
-                return
-        self._checkpoint.restore(self, self._adapted(state_dict))
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add torch's five values under stock's name, so that stock Lightning can resume."""
-        five = self._checkpoint.stock_entry(self)
-        if five is not None:
-            checkpoint.setdefault("MixedPrecision", five)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Find and restore the entry when fitting; otherwise leave everything as it is."""
-        found = self.saved_entry(checkpoint)
-        # Lightning hands the same entries to `load_state_dict` next: done, or not wanted
-        names = (type(self).__qualname__, "native_amp_scaling_state")
-        self._handled = [checkpoint[name] for name in names if name in checkpoint]
-        if self.trainer is None or _upstream.is_fitting(self.trainer):
-            self._checkpoint.restore(self, self._adapted(found))
-
-    def saved_entry(self, checkpoint: Mapping[str, Any]) -> Any:
-        """Return the entry of a whole checkpoint that this plugin would restore, or `None`."""
-        return self._checkpoint.find(checkpoint, type(self).__qualname__)
-
-    def _adapted(self, entry: Any) -> Any:
-        """Return a checkpoint entry as this plugin can restore it."""
-        return entry
 
     # ------------------------------------------------------------------ for the guards
 

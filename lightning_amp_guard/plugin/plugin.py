@@ -194,7 +194,7 @@ class AmpPlugin(Hearing):
             self.unscale_(optimizer)
             self._clip(optimizer, clip_val, *args, **kwargs)
             if self.active and self.engine is not None and self.engine.manual:
-                self.engine.approve(self.engine.lane(optimizer))
+                self.engine.inspection.approve(self.engine.lane(optimizer))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: Any) -> None:
         """Clip each element; torch's own function fails where there is no gradient at all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,44 +16,18 @@ from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 from lightning_amp_guard.scaler import SkipAwareGradScaler
 from lightning_amp_guard.step.all_or_none import AllOrNone
 from lightning_amp_guard.step.given_up import GivenUp
-from lightning_amp_guard.step.lanes import Cell, Lane, Stage
+from lightning_amp_guard.step.inspection import Inspection
+from lightning_amp_guard.step.lanes import Lane, Stage
 from lightning_amp_guard.step.late import LateAttempts
 from lightning_amp_guard.step.movement import ScaleMovement
 from lightning_amp_guard.step.one_walk import clip_and_step
 from lightning_amp_guard.step.ranks import RankAgreement
+from lightning_amp_guard.step.record import Record
+from lightning_amp_guard.step.roles import Reopens, Witness
 from lightning_amp_guard.step.verdict import blame, read_verdict
 from lightning_amp_guard.step.windows import GradientWindows
 
-__all__ = ["AttemptEngine", "Verifier"]
-
-
-class Verifier(Protocol):
-    """Who objects to gradients that were touched while they carried the scale."""
-
-    def verify(self, lanes: Iterable[Lane], cell: Cell) -> None:
-        """Raise or warn if gradients of `cell` were changed behind the scaler's back."""
-
-
-class Reopens(Protocol):
-    """An open window from a checkpoint."""
-
-    saved: dict[str, Any]
-
-    def open(self) -> None:
-        """Give the parameters their gradients back."""
-
-
-class Witness(Protocol):
-    """Who looks at true gradients before hooks and clipping do."""
-
-    def looks(self) -> bool:
-        """Return whether this attempt's gradients are to be shown."""
-
-    def wants_norm(self) -> bool:
-        """Return whether the norm of an attempt that is not shown is wanted."""
-
-    def show(self, lane: Lane) -> None:
-        """Look at the gradients of `lane`."""
+__all__ = ["AttemptEngine"]
 
 
 class AttemptEngine:
@@ -86,16 +60,15 @@ class AttemptEngine:
     ) -> None:
         self.settings = settings
         self.scaler = scaler
-        self.checking = checking
         self.manual = manual
         self.windows = GradientWindows(optimizers, scaler, scaling=scaling)
-        self.tallies = tallies
+        self.tallies, self.record = tallies, Record(settings, tallies)
         self._last: Lane | None = None
-        self._extend_tallies()
-        self.verifier: Verifier | None = None
+        self.record.follow(self.windows.lanes)
         self.movement = ScaleMovement(scaler, self.windows)
         self.given_up = GivenUp(settings, self.windows, self.movement, manual)
         self.windows.thrown_away = self.given_up.thrown_away
+        self.inspection = Inspection(self.windows, self.given_up, checking=checking, manual=manual)
         self.block: AllOrNone | None = None
         self.ranks: RankAgreement | None = None
         self.reopen: Reopens | None = None
@@ -104,8 +77,6 @@ class AttemptEngine:
         ]
         self.witnesses: list[Witness] = []
         self.late = LateAttempts(settings, scaler, self.windows)
-        # given a lane with its true gradients, and whether its attempt follows at once
-        self.adjusters: list[Callable[[Lane, bool], None]] = []
         self.total_norm: Callable[[list[Tensor]], Tensor] = _upstream.total_norm
 
     def lane(self, optimizer: Any) -> Lane:
@@ -115,15 +86,11 @@ class AttemptEngine:
         lane = self.windows.lane(optimizer)
         if lane is None:
             self.windows.follow([*self.optimizers_now(), optimizer])
-            self._extend_tallies()
+            self.record.follow(self.windows.lanes)
             lane = self.windows.lane(optimizer)
         assert lane is not None
         self._last = lane
         return lane
-
-    def _extend_tallies(self) -> None:
-        while len(self.tallies) < len(self.windows.lanes):
-            self.tallies.append(StepTally())
 
     # ------------------------------------------------------------------ backward
 
@@ -131,7 +98,7 @@ class AttemptEngine:
         """Prepare every window for the backward pass of `outputs`. Host sync: none."""
         if self.block is not None:
             raise self.block.refuse_backward()
-        self._settle(verify=True)
+        self.inspection.close_backward(verify=True)
         losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         detached = [loss.detach() for loss in losses]
         loss = detached[0] if len(detached) == 1 else torch.stack([d.sum() for d in detached])
@@ -146,57 +113,11 @@ class AttemptEngine:
         if self.given_up.watching:
             self.given_up.check(self.windows.reached)
 
-    def _settle(self, *, verify: bool) -> None:
-        """Close a backward pass that an exception (or a user's own `backward`) left open."""
-        if self.windows.pending is not None:
-            self.windows.after_backward()
-            for cell in self.windows.cells:
-                cell.mark()
-        elif verify:
-            for cell in self.windows.cells:
-                if cell.scaled or (self.manual and self._untouched(cell)):
-                    self._verify(cell)
-
-    def _untouched(self, cell: Cell) -> bool:
-        """Return whether nobody has been given the cell's true gradients to edit at will."""
-        lanes = [lane for lane in self.windows.lanes if cell in lane.cells]
-        return all([lane.stage is not Stage.UNSCALED for lane in lanes])
-
-    def _verify(self, cell: Cell) -> None:
-        if self.windows.scaling and self.verifier is not None:
-            self.verifier.verify(self.windows.lanes, cell)
-
     # ------------------------------------------------------------------ the attempt
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale and check the optimizer's gradients, once per window. Host sync: none."""
-        lane = self.lane(optimizer)
-        self.windows.refresh()
-        if self.checking:
-            self._unscale_lane(lane)
-        for adjust in self.adjusters:
-            adjust(lane, False)
-        self.approve(lane)
-
-    def approve(self, lane: Lane) -> None:
-        """Take the lane's gradients, as they are, for checked. Host sync: none."""
-        if lane.stage is Stage.UNSCALED:
-            for cell in lane.cells:
-                cell.mark()
-
-    def _unscale_lane(self, lane: Lane) -> None:
-        if lane.stage is not Stage.UNSCALED:
-            self._verify_lane(lane)
-            self.windows.unscale_(lane)
-        elif not lane.shared and (self.ranks is None or self.ranks.on_every_attempt()):
-            # where no rank asks the others, all of them have to go by the same check
-            self.windows.check_edits(lane)
-
-    def _verify_lane(self, lane: Lane) -> None:
-        """Let the verifier object to gradients that were touched while they carried the scale."""
-        self._settle(verify=False)
-        for cell in lane.cells:
-            self._verify(cell)
+        self.inspection.unscale(self.lane(optimizer))
 
     def attempt(
         self,
@@ -229,19 +150,20 @@ class AttemptEngine:
             norm = self._in_one_walk(lane, clip, kwargs)
             if norm is not None:
                 return self._conclude(lane, None, norm, False)
-        if not self._check(lane, shown):
+        if not self.inspection.check(lane, shown):
             look()
             lane.norm, lane.flags = None, {}
             return None
-        if self._next_skip_raises(lane):
+        if self.record.next_skip_raises(lane):
             lane.note_finite()
         if wanted:
             lane.norm = self.total_norm(lane.gradients())
         look()
         if waits and len(lane.flags) == 1:
-            self.late.step(lane, self.tallies[lane.idx].attempted + len(self.late.waiting), kwargs)
+            attempt = self.tallies[lane.idx].attempted + len(self.late.waiting)
+            self.late.step(lane, attempt, kwargs)
             return None
-        return self._decide(lane, kwargs, read=self.checking or wanted)
+        return self._decide(lane, kwargs, read=self.inspection.checking or wanted)
 
     def _admit(self, lane: Lane) -> None:
         if self.block is not None:
@@ -269,82 +191,33 @@ class AttemptEngine:
     def _in_one_walk(self, lane: Lane, clip: float, kwargs: dict[str, Any]) -> float | None:
         """Return the true norm if one walk was enough to clip and step, else `None`."""
         alone = self.block is None and (self.ranks is None or not self.ranks.on_every_attempt())
-        if not alone or not self.checking or self.adjusters or self._next_skip_raises(lane):
+        plain = self.inspection.checking and not self.inspection.adjusters
+        if not alone or not plain or self.record.next_skip_raises(lane):
             return None
         self.windows.refresh()
-        self._verify_lane(lane)
+        self.inspection.verify(lane)
         return clip_and_step(lane, self.windows, clip, kwargs)
 
     def _may_wait(self, lane: Lane) -> bool:
-        alone = self.checking and self.block is None and self.ranks is None and not self.manual
+        alone = self.block is None and self.ranks is None and not self.manual
         steady = not self.tallies[lane.idx].consecutive_skips
-        return alone and steady and self.late.may_wait(lane)
-
-    def _next_skip_raises(self, lane: Lane) -> bool:
-        limit = self.settings.max_consecutive_skips
-        if self.settings.error_if_nonfinite:
-            return True
-        return limit is not None and self.tallies[lane.idx].consecutive_skips + 1 >= limit
-
-    def _check(self, lane: Lane, shown: Iterable[Witness] = (), *, attempt: bool = True) -> bool:
-        """Unscale and check the lane; return whether there is a gradient, here or on another rank."""
-        self.windows.refresh()
-        present = lane.has_gradients()
-        if self.checking and present:
-            self._unscale_lane(lane)
-            if not lane.flags:  # assigned after an explicit unscale, which found none
-                lane.stage = Stage.STEPPED
-                self.windows.unscale_(lane)
-        elif self.checking and not lane.shared:
-            for cell in lane.cells:
-                self.given_up.thrown_away(cell)
-            self.windows.clear(lane)
-        if present:
-            for witness in shown:
-                witness.show(lane)
-        for adjust in self.adjusters:
-            adjust(lane, attempt)
-        if not self.checking:
-            return present
-        if self.ranks is not None and self.ranks.on_every_attempt():
-            return self._share(lane, self.ranks, present)
-        return present
-
-    @staticmethod
-    def _share(lane: Lane, ranks: RankAgreement, present: bool) -> bool:
-        if not lane.shared:
-            nonfinite, lane.present = ranks.share(lane.flags.values(), present)
-            lane.flags, lane.shared = {ranks.device: nonfinite}, True
-            for cell in lane.cells:
-                cell.unanswered, cell.agreed = [nonfinite], True
-        return present or (lane.present is not None and bool(lane.present))
+        return self.inspection.checking and alone and steady and self.late.may_wait(lane)
 
     def _conclude(
         self, lane: Lane, reason: SkipReason | None, norm: float | None, answered: bool
     ) -> StepOutcome:
-        scale, micro_batches = lane.scale, lane.micro_batches
+        scale = lane.scale
         lane.stage, lane.norm, lane.shared = Stage.STEPPED, None, False
         for cell in lane.cells:
             cell.consumed, cell.spoiled = True, reason is not None
-            cell.scaled = cell.scaled and self.checking  # without checking nobody unscaled it
+            cell.scaled &= self.inspection.checking  # without checking nobody unscaled it
             if self.manual:
                 cell.mark()
         if reason is None:
             self.movement.applied()
         elif self.settings.backs_off(reason):
             self.movement.overflowed(answered=answered)
-        outcome = StepOutcome(
-            lane.idx,
-            self.tallies[lane.idx].attempted,
-            reason is None,
-            reason,
-            scale,
-            self.scaler.get_scale(),
-            micro_batches,
-            norm if reason is None else None,
-        )
-        self.tallies[lane.idx] = self.tallies[lane.idx].after(outcome)
-        return outcome
+        return self.record.conclude(lane, reason, (scale, self.scaler.get_scale()), norm)
 
     # ------------------------------------------------------------------ batches and blocks
 
@@ -365,7 +238,7 @@ class AttemptEngine:
             self.windows.move(1.0 / self.scaler.get_scale())
         neutral = SkipAwareGradScaler("cpu", 1.0, dynamic=False)
         self.scaler = self.windows.scaler = self.movement.scaler = self.late.scaler = neutral
-        self.windows.scaling, self.checking = False, True
+        self.windows.scaling, self.inspection.checking = False, True
 
     def begin_batch(self) -> None:
         """Open a saved window; count attempts made outside of any training step."""
@@ -382,11 +255,11 @@ class AttemptEngine:
             raise self.block.refuse_nesting()
         lanes = [self.lane(optimizer) for optimizer in optimizers] or list(self.windows.lanes)
         lanes = list(dict.fromkeys(lanes))
-        if self.checking:
+        if self.inspection.checking:
             for lane in lanes:
                 lane.shared = False
-                self._check(lane, attempt=False)
-                self.approve(lane)
+                self.inspection.check(lane, attempt=False)
+                self.inspection.approve(lane)
         self.block = AllOrNone(lanes)
         try:
             yield

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.errors import AmpGuardError
 from lightning_amp_guard.step.lanes import Cell, Lane
-from lightning_amp_guard.tokens.contents import Contents
+from lightning_amp_guard.token_counts.contents import Contents
 
 __all__ = ["TokenWindows"]
 

@@ -16,9 +16,15 @@ from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.outcome import StepOutcome
 from lightning_amp_guard.state import is_count, read
-from lightning_amp_guard.tokens.contents import check_rows
-from lightning_amp_guard.tokens.count import AVERAGED, IGNORED, count_labels, count_meant, is_whole
-from lightning_amp_guard.tokens.windows import TokenWindows
+from lightning_amp_guard.token_counts.contents import check_rows
+from lightning_amp_guard.token_counts.count import (
+    AVERAGED,
+    IGNORED,
+    count_labels,
+    count_meant,
+    is_whole,
+)
+from lightning_amp_guard.token_counts.windows import TokenWindows
 
 __all__ = ["TokenClock", "TokenClockCore"]
 
@@ -86,7 +92,7 @@ class TokenClockCore(GuardCore):
         sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         # ranks that hold parts of one model (tensor parallel) see one batch
         self._replicas = sampling.get("num_replicas", trainer.world_size)
-        engine.adjusters.append(self._windows.adjust)
+        engine.inspection.adjusters.append(self._windows.adjust)
         engine.windows.listener = self._windows
 
     def _refuse_untraceable(self, host: Host) -> None:
@@ -107,7 +113,7 @@ class TokenClockCore(GuardCore):
         """Stop counting; `total` stays."""
         engine = None if self.host is None else self.host.engine
         if engine is not None and engine.windows.listener is self._windows is not None:
-            engine.adjusters.remove(self._windows.adjust)
+            engine.inspection.adjusters.remove(self._windows.adjust)
             engine.windows.listener = None
         self._windows, self._replicas = None, 1
         super().detach()

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in an attempt from outside: what guards, clock, monitor and checkpoints offer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from lightning_amp_guard.step.lanes import Cell, Lane
+
+__all__ = ["Reopens", "Verifier", "Witness"]
+
+
+class Verifier(Protocol):
+    """Who objects to gradients that were touched while they carried the scale."""
+
+    def verify(self, lanes: Iterable[Lane], cell: Cell) -> None:
+        """Raise or warn if gradients of `cell` were changed behind the scaler's back."""
+
+
+class Reopens(Protocol):
+    """An open window from a checkpoint."""
+
+    saved: dict[str, Any]
+
+    def open(self) -> None:
+        """Give the parameters their gradients back."""
+
+
+class Witness(Protocol):
+    """Who looks at true gradients before hooks and clipping do."""
+
+    def looks(self) -> bool:
+        """Return whether this attempt's gradients are to be shown."""
+
+    def wants_norm(self) -> bool:
+        """Return whether the norm of an attempt that is not shown is wanted."""
+
+    def show(self, lane: Lane) -> None:
+        """Look at the gradients of `lane`."""
