@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from typing_extensions import Self
 
 from lightning_amp_guard.arguments.checks import flag
-from lightning_amp_guard.arguments.misplaced import RefusedOnClass, SilentOnClass, as_callback
+from lightning_amp_guard.arguments.misplaced import as_callback
 from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.outcome import StepOutcome, StepTally
@@ -141,9 +141,7 @@ class GuardSetup:
 
     misconfiguration: ClassVar[type[Exception]] = MisconfigurationException
     namespace: ClassVar[str] = "lightning_amp_guard"
-    on_exception = SilentOnClass()
 
-    @RefusedOnClass
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse to run without a plugin that drives guards.
 

@@ -20,7 +20,7 @@ from lightning_amp_guard.arguments.checks import (
     refuse,
     whole,
 )
-from lightning_amp_guard.arguments.misplaced import RefusedOnClass, SilentOnClass, as_callback
+from lightning_amp_guard.arguments.misplaced import as_callback
 from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.errors import AmpGuardWarning
 from lightning_amp_guard.monitor import view
@@ -82,7 +82,6 @@ class AmpMonitorCore:
 
     # ------------------------------------------------------------------ when
 
-    @RefusedOnClass
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget what the former fit's checkpoint lacked."""
         self._lost_scaler = ""
@@ -199,7 +198,6 @@ class AmpMonitorCore:
             show(summarize(trainer, self._run, self.findings))
         self._close()
 
-    @SilentOnClass
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Report what has been found, and leave nothing behind."""
         try:

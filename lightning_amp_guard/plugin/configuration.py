@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.arguments.checks import refuse
-from lightning_amp_guard.arguments.misplaced import PluginClass
 from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.arguments.settings import AmpSettings, ScaleSettings
 from lightning_amp_guard.errors import AmpGuardWarning
@@ -22,7 +21,7 @@ from lightning_amp_guard.scaler import SkipAwareGradScaler
 __all__ = ["Configuration"]
 
 
-class Configuration(metaclass=PluginClass):
+class Configuration:
     """Checks the arguments, keeps them, and settles those that depend on the run; see `SafeAMP`."""
 
     misconfiguration: ClassVar[type[Exception]]
