@@ -160,29 +160,29 @@ def as_table(rows: Sequence[tuple[str, str]]) -> str:
 
 def summarize(trainer: Any, run: MonitoredRun, findings: Sequence[Finding] = ()) -> FitSummary:
     """Return what the fit came to; called before the plugin takes the fit down. Host sync: none."""
-    fits, scales, searched = tallies_since(run.tallies, run.metrics.before), None, 0
-    if run.scaler is not None:
-        last, metrics = run.scale, run.metrics
+    source, metrics = run.source, run.metrics
+    fits, scales, searched = tallies_since(source.tallies, metrics.before), None, 0
+    if source.scaler is not None:
+        last = source.scale
         scales = (min(metrics.lowest, last), max(metrics.highest, last), last)
-        if run.switched is not None:
+        if source.switched is not None:
             scales = (metrics.lowest, metrics.highest, last)
-        searched = search_skips(scales, run.backoff_factor) * len(fits)
+        searched = search_skips(scales, source.backoff_factor) * len(fits)
     return FitSummary(
         StepTally.total(fits),
-        StepTally.total(run.tallies),
-        run.metrics.reasons,
-        run.expected_share,
+        StepTally.total(source.tallies),
+        metrics.reasons,
+        source.expected_share,
         scales,
         _schedule_ends(trainer, run, fits),
         [finding.code for finding in findings],
-        run.switched,
+        source.switched,
         searched,
     )
 
 
 def _schedule_ends(trainer: Any, run: MonitoredRun, fits: Sequence[StepTally]) -> list[ScheduleEnd]:
-    guards = () if run.native is None else run.native.guards
-    gated = any(guard.name == "SchedulerGate" for guard in guards)
+    gated = any(guard.name == "SchedulerGate" for guard in run.source.guards)
     owners = [_upstream.unwrap_optimizer(optimizer) for optimizer in trainer.optimizers]
     by_hand = not run.module.automatic_optimization
     ends = []

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 from lightning_amp_guard import AmpGuardWarning, SafeAMP
-from lightning_amp_guard.monitor import AmpMonitor, run
+from lightning_amp_guard.monitor import AmpMonitor, log_step
 from lightning_amp_guard.monitor.ledger.file import COLUMNS, LedgerError, read_facts, read_ledger
 from tests.helpers import (
     BAD,
@@ -215,8 +215,8 @@ def test_facts_of_the_run_are_beside_it(path):
 def test_facts_leave_out_a_peak_from_before_the_fit(path, monkeypatch):
     # a device's allocator as a stand-in: 500 MiB at the start, then two log steps below and above
     key, peaks = "amp/peak_allocated_mib", [500.0, 500.0, 620.0]
-    monkeypatch.setattr(run, "lifetime_peaks", lambda device: {key: peaks.pop(0)})
-    monkeypatch.setattr(run, "memory", lambda device: {key: peaks.pop(0)})
+    monkeypatch.setattr(log_step, "lifetime_peaks", lambda device: {key: peaks.pop(0)})
+    monkeypatch.setattr(log_step, "memory", lambda device: {key: peaks.pop(0)})
     told = []
 
     class Reader(L.Callback):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp_guard import _upstream
 from lightning_amp_guard.monitor.ledger.content import batch_hash, content_hash, hexadecimal
 from lightning_amp_guard.monitor.ledger.writer import LedgerWriter
 from lightning_amp_guard.monitor.records import WINDOW, GradientStats, Row
@@ -56,7 +57,7 @@ class Journal:
     Without a ledger nothing is read: a row then holds what its outcome holds.
 
     Args:
-        optimizers: The Trainer's optimizers.
+        optimizers: The Trainer's optimizers, unwrapped; see `follow`.
         parameters: The module's parameters, for the checksum.
         looks: Whether batches, losses and parameters are looked at: there is a ledger on some rank.
         every: Attempts from one parameter checksum to the next.
@@ -67,12 +68,19 @@ class Journal:
     ) -> None:
         self.optimizers, self.parameters = optimizers, parameters
         self.looks, self.every = looks, every
+        self._followed: Sequence[Any] | None = None
         self.writer: LedgerWriter | None = None
         self.losses = Losses()
         self.epoch = self.batch_idx = 0
         self._batch_id: Tensor | None = None
         self._recent: deque[Row | tuple[int, int, Any, StepOutcome]] = deque(maxlen=WINDOW)
         self._waiting: list[Row] = []
+
+    def follow(self, optimizers: Sequence[Any]) -> None:
+        """Take over the Trainer's optimizers of now, where a callback replaced them in the fit."""
+        if optimizers is not self._followed:
+            self._followed = optimizers
+            self.optimizers = [_upstream.unwrap_optimizer(optimizer) for optimizer in optimizers]
 
     def batch(self, epoch: int, batch_idx: int, batch: Any) -> None:
         """Learn which batch is worked on. Host sync: none."""
