@@ -581,6 +581,39 @@ def test_object_that_moves_itself_is_asked_to_and_stays_as_it_is():
     assert batch["x"].device.type == "cpu"
 
 
+class Moves:
+    """A batch that moves itself, as graphs and tokenizers' batches do."""
+
+    def __init__(self, x, *rest):
+        self.x, self.rest = x, list(rest)
+
+    def to(self, device):
+        self.x = self.x.to(device)
+        return self
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_object_that_moves_itself_is_copied_with_all_its_tensors(device):
+    x = torch.ones(2, requires_grad=True)
+    batch = Moves(x * 2, torch.zeros(1), [torch.zeros(1)])
+    made = on_device(batch, device)
+    with torch.no_grad():
+        made.x.mul_(3)
+        made.rest[0].add_(1)
+        made.rest[1][0].add_(1)
+    made.rest.append(4)
+    assert made.x.is_leaf
+    assert made.x.requires_grad
+    assert batch.x.tolist() == [2.0, 2.0]
+    assert batch.rest == [torch.zeros(1), [torch.zeros(1)]]
+
+
+def test_object_that_refuses_a_deep_copy_is_asked_to_move_all_the_same():
+    batch = Moves(torch.ones(2), threading.Lock())
+    assert on_device(batch, "meta").x.device.type == "meta"
+    assert batch.x.device.type == "cpu"
+
+
 def test_device_of_a_module():
     assert device_of(nn.Linear(2, 2)) == torch.device("cpu")
     assert device_of(nn.Identity()) is None

@@ -6,7 +6,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
+from copy import copy, deepcopy
+from pickle import PicklingError
 from typing import Any, TypeAlias
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_amp_guard import _upstream
+from lightning_amp_guard.diagnosis.leaves import ends_of
 from lightning_amp_guard.diagnosis.replay.snapshot import Snapshot, items_of
 from lightning_amp_guard.diagnosis.replay.surroundings import (
     autocast_scope,
+    leave_autocast,
     random_states,
     silenced,
     trainer_of,
@@ -38,7 +41,8 @@ def undisturbed(module: Module) -> Iterator[None]:
     generators that the module owns), autocast, grad mode, and what the step has changed in the
     attributes of an attached Trainer. What `self.log` and the Trainer's loggers are told inside is
     dropped. Optimizers and data sets are not looked at. Holds when the body raises, too. Inside,
-    gradients are recorded, also when called under `no_grad` or `inference_mode`.
+    gradients are recorded, also when called under `no_grad` or `inference_mode`, and autocast is off
+    until the body enters a scope of its own.
 
     Memory: one copy of the module's tensors on their devices while the body runs.
 
@@ -66,6 +70,7 @@ def undisturbed(module: Module) -> Iterator[None]:
     torch.clear_autocast_cache()  # an enclosing autocast must not share its casts with the replay
     try:
         with torch.inference_mode(False), torch.enable_grad(), silenced(module):
+            leave_autocast(snapshot.devices)
             yield
     finally:
         torch.clear_autocast_cache()
@@ -132,9 +137,18 @@ def on_device(batch: Any, device: torch.device | str | None) -> Any:
         return made.requires_grad_(tensor.requires_grad)
 
     if not isinstance(batch, Tensor) and callable(getattr(batch, "to", None)):
-        twin = copy(batch)  # tokenizers' batches and graphs know themselves how to move
+        twin = _twin(batch, moved)  # tokenizers' batches and graphs know themselves how to move
         return twin if device is None else twin.to(device)
     return _upstream.map_tensors(moved, batch)
+
+
+def _twin(batch: Any, moved: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of an object, with copies of the tensors in it; flat where it refuses that."""
+    tensors = [value for _, value in ends_of(batch) if isinstance(value, Tensor)]
+    try:
+        return deepcopy(batch, {id(tensor): moved(tensor) for tensor in tensors})
+    except (TypeError, RuntimeError, PicklingError):  # a lock, a handle, a tensor with a graph
+        return copy(batch)
 
 
 def device_of(module: Module) -> torch.device | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["Mute", "autocast_scope", "random_states", "silenced", "trainer_of"]
+__all__ = ["Mute", "autocast_scope", "leave_autocast", "random_states", "silenced", "trainer_of"]
 
 _LOGGING = ("log", "log_dict")
 
@@ -88,11 +88,9 @@ def _accelerators(devices: set[torch.device]) -> set[torch.device]:
 def autocast_scope(devices: set[torch.device]) -> Callable[[], None]:
     """Return what puts autocast's state for these devices, the CPU and CUDA back."""
     cache = torch.is_autocast_cache_enabled()
-    kinds = {"cpu", "cuda"} | {device.type for device in devices}
     before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in kinds
-        if torch.amp.is_autocast_available(kind)
+        for kind in _autocast_kinds(devices)
     ]
 
     def undo() -> None:
@@ -102,3 +100,14 @@ def autocast_scope(devices: set[torch.device]) -> Callable[[], None]:
             torch.set_autocast_dtype(kind, dtype)
 
     return undo
+
+
+def leave_autocast(devices: set[torch.device]) -> None:
+    """Switch autocast off: in the caller's scope a backward pass would cast again."""
+    for kind in _autocast_kinds(devices):
+        torch.set_autocast_enabled(kind, False)
+
+
+def _autocast_kinds(devices: set[torch.device]) -> list[str]:
+    kinds = {"cpu", "cuda"} | {device.type for device in devices}
+    return [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
