@@ -286,12 +286,66 @@ def test_every_module_is_named_where_it_cannot_be_told_which_ones_help():
     )
 
 
-def test_module_is_named_alone_where_no_module_beside_it_helps():
-    def loss_fn(module, x):
-        return (module.grow(x * 256) @ torch.eye(4)).float().mean() / 1e5  # inf in the step itself
+def read_by_the_step(module, x):
+    return module.grow(x * 256) @ torch.eye(4)  # 76800, which float16 does not hold
 
+
+def without_differences(module, x):
+    y = read_by_the_step(module, x)
+    return (y * (1 + 2.0**-12) - y).log().mean()  # bfloat16 has 76800 and 77312, not 76818.75
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "line"),
+    [
+        (lambda m, x: read_by_the_step(m, x).mean() / 1e5, 'SafeAMP(precision="bf16-mixed")'),
+        (without_differences, 'Trainer(precision="32-true")'),
+    ],
+)
+def test_another_precision_is_named_where_no_module_in_float32_helps(loss_fn, line):
     report = locate(Case(Grows(again=True), ones(), loss_fn), scale=1.0)
-    assert report.remedy.endswith('`SafeAMP(fp32_modules=["grow"])`.')
+    assert report.module == "grow"
+    assert report.remedy.endswith(f"run the whole step otherwise: `{line}`.")
+
+
+def test_deep_models_run_every_module_in_float32_where_a_list_would_be_long():
+    # 256 x 300 = 76800, which all the layers behind hand on
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.grow = planted.linear(300.0)
+            self.rest = nn.Sequential(*[planted.linear(1.0) for _ in range(9)])
+
+        def forward(self, x):
+            return self.rest(self.grow(x * 256)).float() / 1e5
+
+    report = locate(Case(Deep(), ones(), mean_loss), scale=1.0)
+    assert report.module == "grow"
+    assert report.remedy.endswith('in float32: `SafeAMP(fp32_modules=["*"])`.')
+
+
+class Converts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.half() * 6e4
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.float()
+
+
+def test_module_that_makes_float16_itself_is_not_sent_to_float32():
+    report = culprit(Converts.apply, 4.0)
+    assert (report.module, report.op) == ("culprit", "Converts")
+    assert report.remedy.endswith('`with torch.autocast("cpu", enabled=False): ...`.')
+
+
+def test_scope_of_the_caller_does_not_reach_the_backward_pass():
+    case = through(lambda x: (x - x.roll(1, 0)).square().sqrt())()  # equal rows: a root of zero
+    before = locate(case)
+    assert (before.module, before.direction) == ("culprit", "backward")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert str(locate(case)) == str(before)
 
 
 def normalized():

@@ -178,32 +178,42 @@ class _Step:
     def _facts(self, facts: Facts, direction: str, module: str) -> Facts:
         if facts.is_calibration or facts.precision == "32-true":
             return facts
-        try:
-            finite = self._is_finite("32-true", 1.0, forward_only=direction == "forward")
-        except (RuntimeError, ValueError, TypeError):  # the program needs its half precision
+        forward_only = direction == "forward"
+        finite = self._runs_finite("32-true", forward_only=forward_only)
+        facts = replace(facts, finite_in_float32=finite)
+        if not module or finite is False:
             return facts
-        modules = self._together(facts, module) if finite and module else ()
-        return replace(facts, finite_in_float32=finite, modules=modules)
+        if modules := self._together(facts, module):
+            return replace(facts, modules=modules)
+        others = [p for p in ("bf16-mixed", "32-true") if p != facts.precision]
+        found = [p for p in others if self._runs_finite(p, forward_only=forward_only)]
+        return replace(facts, instead=found[0] if found else "")
+
+    def _runs_finite(self, precision: str, *, forward_only: bool) -> bool | None:
+        """Return whether the step is finite in another precision; `None` if it cannot run in it."""
+        try:
+            return self._is_finite(precision, 1.0, forward_only=forward_only)
+        except (RuntimeError, ValueError, TypeError):  # the program needs its half precision
+            return None
 
     def _together(self, facts: Facts, module: str) -> tuple[str, ...]:
         """Return which modules have to run in float32, since they read what `module` then makes.
 
-        Every one where it cannot be told which of them.
+        Every one where it cannot be told which of them; none where not even that helps.
         """
         chosen = [module]
-        while len(chosen) < _MOST_TOGETHER:
+        while True:
             try:
                 seen = self._trace(facts.precision, min(facts.scale, LEAST_ORDINARY_SCALE), chosen)
-            except (RuntimeError, ValueError, TypeError):
-                break
+            except (RuntimeError, ValueError, TypeError):  # another module needs half precision
+                return ()
             if not seen.numbers:
                 return (EVERY,) if EVERY in chosen else tuple(chosen)
-            origin, _ = blamed(seen.tracer.origins, seen.numbers)
             if EVERY in chosen:
-                break
-            known = origin.subject or not origin.site.module or origin.site.module in chosen
-            chosen.append(EVERY if known else origin.site.module)
-        return (module,)  # more is not known to help
+                return ()
+            origin, _ = blamed(seen.tracer.origins, seen.numbers)
+            told = not origin.subject and origin.site.module not in ("", *chosen)
+            chosen.append(origin.site.module if told and len(chosen) < _MOST_TOGETHER else EVERY)
 
     def _safe_scale(self, precision: str, scale: float) -> float | None:
         """Return the largest power of two at which the gradients are finite, if there is one."""

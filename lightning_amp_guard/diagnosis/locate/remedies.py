@@ -62,7 +62,8 @@ class Facts:
             none, or if it was not looked for.
         finite_in_float32: Whether the step is finite in float32; `None` if that is not known.
         modules: What has to run in float32 together, as replays have shown; begins with the module
-            at fault. Empty if that was not looked for.
+            at fault. Empty if that was not looked for, or if not even every module helps.
+        instead: The precision in which the step is finite, where no module in float32 helps; or "".
         device: The device type.
     """
 
@@ -72,6 +73,7 @@ class Facts:
     finite_in_float32: bool | None = None
     device: str = "cpu"
     modules: tuple[str, ...] = ()
+    instead: str = ""
 
     @property
     def is_calibration(self) -> bool:
@@ -151,12 +153,16 @@ def _meant(origin: Origin) -> tuple[str, str]:
 def _range(origin: Origin, facts: Facts) -> tuple[str, str]:
     finite = "in float32 the same step is finite; " if facts.finite_in_float32 else ""
     cause = f"the precision: {finite}{_limit(origin, facts)}."
-    if origin.site.module:
-        modules = facts.modules or (origin.site.module,)
+    if modules := facts.modules:
         what = "the module" if len(modules) == 1 else "it and what reads its large results"
         what = "every module, and give back what can be," if modules == ("*",) else what
         line = f"SafeAMP(fp32_modules={json.dumps(modules)})"
         return cause, f"Run {what} in float32: `{line}`."
+    if facts.instead:
+        line = (
+            f'{"Trainer" if facts.instead == "32-true" else "SafeAMP"}(precision="{facts.instead}")'
+        )
+        return cause, f"No module in float32 helps, so run the whole step otherwise: `{line}`."
     scope = f'with torch.autocast("{facts.device}", enabled=False): ...'
     return cause, f"Run that line in float32, on `.float()` inputs: `{scope}`."
 
