@@ -193,6 +193,18 @@ def test_float32_is_advised_only_where_it_is_not_there_yet(
     assert text.endswith(f"`{ending}`.")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_module_that_converts_by_itself_is_not_sent_to_float32_where_it_runs(dtype):
+    model = net(Apply(lambda x: x.to(dtype) / 0))
+    found = watched(model, ones(), loss=lambda m, x: m[:2](x).float().sum())
+    assert (found.module, found.computes_in, found.path) == ("culprit", torch.float32, None)
+    assert f"converts to {str(dtype)[6:]}" in found.remedy
+    assert found.remedy.endswith("Leave the conversion out: `x.float()`.")
+    # where half precision comes in, float32 may help, since it casts what comes in
+    found = watched(model, ones(), loss=lambda m, x: m.culprit(m.body(x).to(dtype)).float().sum())
+    assert (found.module, found.computes_in, found.path) == ("culprit", dtype, "culprit")
+
+
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
 def test_mean_over_targets_that_are_all_ignored_is_told_as_such(kind):
     class Model(nn.Module):

@@ -11,7 +11,9 @@ import torch
 
 from lightning_amp_guard.diagnosis.watch.seen import Seen
 
-__all__ = ["Culprit", "from_seen"]
+__all__ = ["HALF", "Culprit", "from_seen"]
+
+HALF = (torch.float16, torch.bfloat16)
 
 # Above the largest finite float16 divided by this, an inf beside it may well be an overflow.
 _GAP = 256.0
@@ -80,6 +82,11 @@ class Culprit:
         return seen and not self.masked and self.kind in _MEANS
 
     @property
+    def _converts(self) -> bool:
+        # half precision of the module's own making, which no autocast scope takes away
+        return self.computes_in is torch.float32 and self.dtype in HALF
+
+    @property
     def may_be_overflow(self) -> bool:
         """Whether a smaller scale may end it: an inf in a gradient that may exceed float16.
 
@@ -109,7 +116,7 @@ class Culprit:
     @property
     def sentence(self) -> str:
         """What was seen, in one sentence with its numbers."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = _name(self.dtype)
         values = "nothing finite"
         if self.finite_share > 0:
             share = f"{100 * self.finite_share:.3g} % finite"
@@ -150,6 +157,8 @@ class Culprit:
                 torch.float16: ", or exceeds 65504 in float16",
                 torch.bfloat16: ", or of a difference that bfloat16, with its 8 bits, makes zero",
             }.get(self.computes_in, ", or exceeds the range")
+        if self._converts:
+            return f"its own code converts to {_name(self.dtype)}, though it runs in float32"
         domain = "an operation is undefined for its inputs (division by zero, logarithm or root of"
         domain += " zero), which needs an `eps` of its own"
         if self.computes_in is torch.float16:
@@ -171,6 +180,8 @@ class Culprit:
                 "Leave such batches out, or write"
                 ' `cross_entropy(x, y, reduction="sum") / (y != -100).sum().clamp(min=1)`.'
             )
+        if self._converts:
+            return "Leave the conversion out: `x.float()`."
         if self.computes_in is torch.float32:
             return "Keep its inputs away from there: `x.clamp(min=1e-6)`."
         return "Compute it in float32: `loss_fn(x.float())`."
@@ -199,6 +210,10 @@ class Culprit:
         return self.sentence
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def from_seen(
     seen: Seen,
     custom: str | None,
@@ -208,8 +223,6 @@ def from_seen(
     buffers: tuple[str, ...],
 ) -> Culprit:
     """Return the culprit that a watched call is."""
-    if computes_in is torch.float32 and seen.dtype is not torch.float64:
-        computes_in = seen.dtype  # half precision of the user's own making
     n = seen.numbers
     sizes = [abs(x) for x in (n.lowest_in, n.highest_in) if math.isfinite(x)]
     return Culprit(

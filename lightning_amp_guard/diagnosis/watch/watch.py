@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_amp_guard import _upstream
-from lightning_amp_guard.diagnosis.watch.culprit import Culprit, from_seen
+from lightning_amp_guard.diagnosis.watch.culprit import HALF, Culprit, from_seen
 from lightning_amp_guard.diagnosis.watch.extremes import extremes, floats, measured
 from lightning_amp_guard.diagnosis.watch.inert import InertHook
 from lightning_amp_guard.diagnosis.watch.nodes import custom_name, is_composite
@@ -171,11 +171,14 @@ class NonFiniteWatch:
     def _begin(self, name: str, tensors: list[Tensor]) -> None:
         self._claim(tensors, self._open[-1].name if self._open else "")
         if self._computes_in.get(name, torch.float32) is torch.float32:  # of several calls the low
-            on = torch.is_autocast_enabled(self._device)
-            self._computes_in[name] = (
-                torch.get_autocast_dtype(self._device) if on else torch.float32
-            )
+            self._computes_in[name] = self._dtype_of_call(tensors)
         self._open.append(_Open(name, next(self._clock), extremes(tensors)))
+
+    def _dtype_of_call(self, tensors: list[Tensor]) -> torch.dtype:
+        """Return autocast's dtype, or, where it is off, the half precision that goes in, if any."""
+        if torch.is_autocast_enabled(self._device):
+            return torch.get_autocast_dtype(self._device)
+        return next((t.dtype for t in tensors if t.dtype in HALF), torch.float32)
 
     def _end(self, name: str, tensors: list[Tensor]) -> None:
         at = max((i for i, call in enumerate(self._open) if call.name == name), default=None)
