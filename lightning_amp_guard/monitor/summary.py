@@ -92,8 +92,12 @@ class FitSummary:
         """Say which share was skipped, and whether growth and the search for a scale explain it."""
         tally, usual = self.tally, f"about {100 * self.expected:.2g} %" if self.expected else "none"
         share = f"{100 * tally.skipped / max(tally.attempted, 1):.3g} %"
-        # growth's skips come at random: one, and twice the average, are none too many
-        by_growth = 1 + 2 * self.expected * tally.attempted if self.expected else 0
+        if lost := self.reasons.get(SkipReason.NONFINITE_LOSS, 0):
+            lost_share = f"{100 * lost / max(tally.attempted, 1):.3g} %"
+            return f"{share}, high: {lost_share} for the loss, which no scale explains"
+        # one overflow, and two for each growth that the applied updates allow, are none too many
+        growths = tally.applied * self.expected / (1 - self.expected)
+        by_growth = 1 + 2 * growths if self.expected else 0
         if tally.skipped <= by_growth:
             return f"{share}, normal ({usual} is expected)"
         if tally.skipped <= by_growth + self.searched:

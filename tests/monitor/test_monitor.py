@@ -663,7 +663,7 @@ def test_the_summary_tells_the_fit(said, gate, interval, ends, ahead):
         "  attempts: 6",
         "  applied: 3",
         "  skipped: 3 (2 for non-finite gradients, 1 for non-finite loss)",
-        "  skip share: 50 %, normal (about 25 % is expected)",
+        "  skip share: 50 %, high: 16.7 % for the loss, which no scale explains",
         "  scale: 2 to 8, now 2",
         *ends,
         "  findings: " + (", ".join(found) or "none"),
