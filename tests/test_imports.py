@@ -47,7 +47,8 @@ ASIDE = {"diagnosis": {"errors", "_upstream", "diagnosis"}}
 BEYOND = {
     "guards": {"guards._base"},
     "guards.__init__": {"guards"},
-    "guards.locate": {"diagnosis"},
+    "guards.locate": {"diagnosis", "guards.trouble"},
+    "guards.trouble": {"diagnosis"},
     "monitor": {"monitor", "diagnosis"},
     "cli": {"diagnosis"},
     "pytorch_lightning": {"pytorch_lightning"},

@@ -31,7 +31,7 @@ _LONGEST = 72  # of a line of the program, in characters
 _CHECKPOINT = torch.utils.checkpoint.__name__
 _FORWARDS = {"forward", "decorate_fwd"}  # the second is `torch.amp.custom_fwd`'s
 _DIAGNOSIS = __name__.rpartition(".")[0]
-_OWN = {__name__, f"{_DIAGNOSIS}.locate.sites", f"{_DIAGNOSIS}.locate.trace"}
+_OWN = {__name__, *[f"{_DIAGNOSIS}.locate.{name}" for name in ("sites", "trace", "modes")]}
 
 
 class Line(NamedTuple):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -13,37 +12,13 @@ from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.diagnosis.batch import scan
 from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.guards.trouble import Trouble, outlasts
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
 from lightning_amp_guard.plugin.fp32_scope import with_module
 
 __all__ = ["NonFiniteLocator"]
 
-# Gradients that overflow float16 at this scale exceed 65504 / 16 = 4096: no calibration any more.
-_LEAST_ORDINARY_SCALE = 16.0
-_ORDINARY_SKIPS = 24  # from 2**24 down to 16 it takes 20
-_ALIKE = 2  # watched steps in a row with one culprit that no smaller scale would mend
 _OTHERS = 100  # attempts of others, while the optimizer in trouble is not stepped any more
-
-
-@dataclass
-class _Trouble:
-    """What is known since a skip has armed the locator."""
-
-    watch: NonFiniteWatch
-    optimizers: set[int] = field(default_factory=set)
-    skips: int = 0
-    alike: int = 0  # watched steps in a row with one culprit
-    unmoved: int = 0  # skips in a row that left the scale where it was
-    others: int = 0  # attempts since the last skip
-    scanned: str = ""  # of the window's batches so far
-    scanning: bool = False
-    told: bool = False  # is its module named already?
-
-    def count(self, outcome: StepOutcome) -> None:
-        """Count a skip."""
-        self.optimizers.add(outcome.optimizer_idx)
-        self.skips, self.others = self.skips + 1, 0
-        self.unmoved = self.unmoved + 1 if outcome.next_scale >= outcome.scale else 0
 
 
 class NonFiniteLocatorCore(GuardCore):
@@ -60,7 +35,7 @@ class NonFiniteLocatorCore(GuardCore):
         self.bad_batch = ""
         self._told: set[tuple[str, str]] = set()
         self._reason: SkipReason | None = None  # of the last skip
-        self._trouble: _Trouble | None = None
+        self._trouble: Trouble | None = None
 
     def attach(self, host: Host) -> None:
         """Wait for a skip."""
@@ -96,7 +71,7 @@ class NonFiniteLocatorCore(GuardCore):
             self._judge_batch(self.host, trouble, batch)
         self._report(self.host, trouble, outcome)
 
-    def _arm(self, host: Host) -> _Trouble:
+    def _arm(self, host: Host) -> Trouble:
         self.culprit, self.bad_batch = None, ""
         watch = NonFiniteWatch(host.module, host.precision).install()
         host.hear("outcome", self._after_any)
@@ -104,7 +79,7 @@ class NonFiniteLocatorCore(GuardCore):
         if watch.left_alone and self._first(("left alone", "")):
             shown = ", ".join(repr(name or "the whole module") for name in watch.left_alone[:3])
             host.info(f"`{self.name}`: compiled modules are not watched: {shown}.")
-        return _Trouble(watch)
+        return Trouble(watch)
 
     def _disarm(self) -> None:
         if self._trouble is None:
@@ -125,7 +100,7 @@ class NonFiniteLocatorCore(GuardCore):
         if not trouble.optimizers or trouble.others > _OTHERS:
             self._disarm()
 
-    def _read(self, host: Host, trouble: _Trouble) -> None:
+    def _read(self, host: Host, trouble: Trouble) -> None:
         found, last = _first_known(host, trouble.watch.culprit()), self.culprit
         trouble.watch.reset()
         if found is None:
@@ -134,7 +109,7 @@ class NonFiniteLocatorCore(GuardCore):
         trouble.alike = trouble.alike + 1 if same else 1
         self.culprit = found
 
-    def _judge_batch(self, host: Host, trouble: _Trouble, batch: Any) -> None:
+    def _judge_batch(self, host: Host, trouble: Trouble, batch: Any) -> None:
         """Look into the batches of the window that has just been skipped, and of the next."""
         self.bad_batch = _first_known(host, trouble.scanned or _bad_fields(batch))
         trouble.scanned = ""
@@ -185,14 +160,14 @@ class NonFiniteLocatorCore(GuardCore):
         chosen = with_module(self.host.settings.fp32_modules, culprit.module)
         return culprit.remedy_by(f"SafeAMP(fp32_modules={json.dumps(chosen)})")
 
-    def _report(self, host: Host, trouble: _Trouble, outcome: StepOutcome) -> None:
+    def _report(self, host: Host, trouble: Trouble, outcome: StepOutcome) -> None:
         culprit, loss = self._blamed(), outcome.reason is SkipReason.NONFINITE_LOSS
         parts = []
         if loss and self.bad_batch and self._first(("the batch", "")):
             parts.append(f"{_in_batch(self.bad_batch)} {_CLEAN}")
         if culprit is not None and not trouble.told:
             at_once = loss and culprit.direction == "forward"
-            due = at_once or (not loss and _outlasts(host, trouble, culprit, outcome))
+            due = at_once or (not loss and outlasts(host, trouble, culprit, outcome))
             trouble.told = due
             if due and self._first((culprit.module, culprit.direction)):
                 parts.append(f"{culprit.sentence} {self._remedy_of(culprit)}")
@@ -203,17 +178,6 @@ class NonFiniteLocatorCore(GuardCore):
         told = key in self._told
         self._told.add(key)
         return not told
-
-
-def _outlasts(host: Host, trouble: _Trouble, culprit: Culprit, outcome: StepOutcome) -> bool:
-    """Return whether the search for a scale does not explain the skips."""
-    borne = 0 if host.scaler is None else host.scaler.policy.settings.hysteresis - 1
-    return (
-        outcome.scale <= _LEAST_ORDINARY_SCALE
-        or trouble.unmoved > borne + 1
-        or trouble.skips > _ORDINARY_SKIPS
-        or (trouble.alike >= _ALIKE and not culprit.may_be_overflow)
-    )
 
 
 def _bad_fields(batch: Any) -> str:

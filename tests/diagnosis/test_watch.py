@@ -707,9 +707,11 @@ def test_no_tensor_of_the_run_is_kept():
     assert len(kept) == 3
     assert [ref() for ref in kept] == [None] * 3
     # seven numbers for each of four calls, the loss, and each operator of the backward pass
-    table = [seen for part, _ in watch._packed for seen in part] + [s for s, _ in watch._seen]
+    table = [seen for part, _ in watch._table._packed for seen in part] + [
+        s for s, _ in watch._table._seen
+    ]
     assert len(table) < 20
-    assert all(numbers.shape == (7,) for _, numbers in watch._seen)
+    assert all(numbers.shape == (7,) for _, numbers in watch._table._seen)
 
 
 def test_abandoned_call_does_not_confuse_the_next():
@@ -739,7 +741,7 @@ def test_hooks_are_gone_after_remove():
     watch.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     loss.backward()  # hooks of a graph that outlives the watch do nothing
-    assert (watch._seen, watch._packed) == ([], [])
+    assert (watch._table._seen, watch._table._packed) == ([], [])
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

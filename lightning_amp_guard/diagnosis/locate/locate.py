@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from lightning_amp_guard.diagnosis.arguments import check_positive, check_step
 from lightning_amp_guard.diagnosis.locate.blame import blamed, described
 from lightning_amp_guard.diagnosis.locate.finding import NonFiniteReport
-from lightning_amp_guard.diagnosis.locate.float32 import EVERY, in_float32
+from lightning_amp_guard.diagnosis.locate.float32 import EVERY
 from lightning_amp_guard.diagnosis.locate.prepare import (
-    clear_gradients,
     compiled,
     computes_on,
-    note_inputs,
     uncompiled,
 )
 from lightning_amp_guard.diagnosis.locate.remedies import (
@@ -29,15 +25,11 @@ from lightning_amp_guard.diagnosis.locate.remedies import (
     explain,
     is_ordinary,
 )
-from lightning_amp_guard.diagnosis.locate.sites import Site, Sites
-from lightning_amp_guard.diagnosis.locate.trace import Origin, Tracer, traced
-from lightning_amp_guard.diagnosis.locate.values import is_finite, values_of
+from lightning_amp_guard.diagnosis.locate.step import Step
 from lightning_amp_guard.diagnosis.replay.replay import (
     LossFn,
     autocast,
     device_of,
-    on_device,
-    training_loss,
     undisturbed,
 )
 
@@ -103,34 +95,21 @@ def locate_nonfinite(
         if device is not None:
             module.to(device)
         target = device_of(module)
-        step = _Step(module, batch, loss_fn, target, computes_on(module, batch, target))
-        return step.locate(precision, float(scale) if precision == "16-mixed" else 1.0)
-
-
-class _Seen(NamedTuple):
-    """What one traced step has shown: the origins (by number) of the harm, and where it is done."""
-
-    tracer: Tracer
-    numbers: frozenset[int]
-    direction: str
-    raised: str = ""
+        step = Step(module, batch, loss_fn, target, computes_on(module, batch, target))
+        return _Search(step).locate(precision, float(scale) if precision == "16-mixed" else 1.0)
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Replays one step, as often as needed, each time from the same state."""
+class _Search:
+    """Follows one step, and, where it finds a fault, replays it until its cause is known."""
 
-    module: Module
-    batch: Any
-    loss_fn: LossFn | None
-    device: torch.device | None
-    kind: str
+    step: Step
 
     def locate(self, precision: str, scale: float) -> NonFiniteReport:
-        names = compiled(self.module)
+        names = compiled(self.step.module)
         notes = [f"compiled and left alone, so run uncompiled here: {names}"] if names else []
         with uncompiled(bool(names)):
-            seen = self._trace(precision, scale)
+            seen = self.step.trace(precision, scale)
             past = seen.numbers and seen.direction == "backward" and scale > 1.0 and not seen.raised
             safe = None
             if past:
@@ -138,42 +117,19 @@ class _Step:
                 if not is_ordinary(safe):
                     # the scale may have overflown earlier than what no ordinary scale mends
                     lower = 1.0 if safe is None else 2 * safe
-                    again = self._trace(precision, lower)
+                    again = self.step.trace(precision, lower)
                     seen, scale = (again, lower) if again.numbers else (seen, scale)
             notes += [seen.raised] if seen.raised else []
             empty = NonFiniteReport(precision, scale, notes=tuple(notes))
             if not seen.numbers:
                 return empty
             origin, other = blamed(seen.tracer.origins, seen.numbers)
-            facts = Facts(precision, scale, safe, device=self.kind)
+            facts = Facts(precision, scale, safe, device=self.step.kind)
             if not origin.subject:
                 facts = self._facts(facts, seen.direction, origin.site.module)
         found = described(empty, origin, other, seen.direction, seen.tracer.sites.names)
         cause, remedy = explain(origin, other, facts)
         return replace(found, cause=cause, remedy=remedy)
-
-    def _trace(self, precision: str, scale: float, chosen: Sequence[str] = ()) -> _Seen:
-        """Follow one step, with the modules of the names `chosen` in float32."""
-        tracer = Tracer(Sites(self.module, self.kind))
-        with undisturbed(self.module), in_float32(self.module, chosen, self.kind):
-            batch = on_device(self.batch, self.device)
-            note_inputs(tracer, self.module, batch)
-            clear_gradients(self.module)
-            try:
-                with traced(tracer):
-                    with autocast(precision, self.kind):
-                        loss = training_loss(self.module, batch, self.loss_fn)
-                    if numbers := tracer.origins_of(loss):
-                        return _Seen(tracer, numbers, "forward")
-                    scaled = _times(loss, scale)
-                    if not is_finite(scaled):
-                        return _Seen(tracer, _overflown(tracer, loss, scaled), "backward")
-                    scaled.backward()  # type: ignore[no-untyped-call]
-            except (ArithmeticError, AssertionError, RuntimeError, ValueError) as error:
-                return _before_error(tracer, error)
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            numbers = frozenset().union(*[tracer.origins_of(g) for g in grads])
-            return _Seen(tracer, numbers, "backward")
 
     def _facts(self, facts: Facts, direction: str, module: str) -> Facts:
         if facts.is_calibration or facts.precision == "32-true":
@@ -192,7 +148,7 @@ class _Step:
     def _runs_finite(self, precision: str, *, forward_only: bool) -> bool | None:
         """Return whether the step is finite in another precision; `None` if it cannot run in it."""
         try:
-            return self._is_finite(precision, 1.0, forward_only=forward_only)
+            return self.step.is_finite_in(precision, 1.0, forward_only=forward_only)
         except (RuntimeError, ValueError, TypeError):  # the program needs its half precision
             return None
 
@@ -204,7 +160,9 @@ class _Step:
         chosen = [module]
         while True:
             try:
-                seen = self._trace(facts.precision, min(facts.scale, LEAST_ORDINARY_SCALE), chosen)
+                seen = self.step.trace(
+                    facts.precision, min(facts.scale, LEAST_ORDINARY_SCALE), chosen
+                )
             except (RuntimeError, ValueError, TypeError):  # another module needs half precision
                 return ()
             if not seen.numbers:
@@ -217,45 +175,13 @@ class _Step:
 
     def _safe_scale(self, precision: str, scale: float) -> float | None:
         """Return the largest power of two at which the gradients are finite, if there is one."""
-        if not self._is_finite(precision, 1.0):
+        if not self.step.is_finite_in(precision, 1.0):
             return None
         low, high = 0, math.ceil(math.log2(scale))  # finite at 2**low, not at 2**high
         while high - low > 1:
             middle = (low + high) // 2
-            if self._is_finite(precision, 2.0**middle):
+            if self.step.is_finite_in(precision, 2.0**middle):
                 low = middle
             else:
                 high = middle
         return 2.0**low
-
-    def _is_finite(self, precision: str, scale: float, *, forward_only: bool = False) -> bool:
-        with undisturbed(self.module):
-            clear_gradients(self.module)
-            batch = on_device(self.batch, self.device)
-            with autocast(precision, self.kind):
-                loss = training_loss(self.module, batch, self.loss_fn)
-            if forward_only or not is_finite(loss):
-                return is_finite(loss)
-            _times(loss, scale).backward()  # type: ignore[no-untyped-call]
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            return all([is_finite(grad) for grad in grads])
-
-
-def _times(loss: Tensor, scale: float) -> Tensor:
-    # by a tensor, as torch's scaler does: a float16 loss becomes float32
-    return loss * torch.tensor(scale, device=loss.device)
-
-
-def _overflown(tracer: Tracer, loss: Tensor, scaled: Tensor) -> frozenset[int]:
-    site = Site(op="aten.mul.Tensor", kernel="aten.mul.Tensor", direction="backward")
-    tracer.origins.append(Origin(site, values_of(scaled), (values_of(loss),)))
-    return frozenset({len(tracer.origins) - 1})
-
-
-def _before_error(tracer: Tracer, error: Exception) -> _Seen:
-    blamable = [i for i, origin in enumerate(tracer.origins) if not origin.intended]
-    if not blamable:
-        raise error
-    first = min(blamable)
-    raised = f"the step then raised {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    return _Seen(tracer, frozenset({first}), tracer.origins[first].site.direction, raised)

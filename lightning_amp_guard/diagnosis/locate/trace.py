@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.diagnosis.locate.sites import Site, Sites
@@ -23,7 +20,7 @@ from lightning_amp_guard.diagnosis.locate.values import (
     values_of,
 )
 
-__all__ = ["Origin", "Tracer", "traced"]
+__all__ = ["Origin", "Tracer"]
 
 # Operators that hand out memory with whatever was in it.
 _UNWRITTEN = {
@@ -221,33 +218,3 @@ def _among(tensor: Tensor, tensors: list[Tensor]) -> bool:
 def _has_literal(arguments: Any) -> bool:
     numbers = [leaf for leaf in _upstream.leaves_in(arguments) if isinstance(leaf, float)]
     return not all([math.isfinite(number) for number in numbers])
-
-
-class _Functions(TorchFunctionMode):
-    """Notes the autocast scope before each torch function."""
-
-    def __init__(self, sites: Sites) -> None:
-        super().__init__()
-        self.sites = sites
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.sites.see_autocast()
-        return func(*args, **(kwargs or {}))
-
-
-class _Operators(_upstream.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets the tracer run every operator."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tracer = tracer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.tracer.run(func, args, kwargs or {})
-
-
-@contextmanager
-def traced(tracer: Tracer) -> Iterator[None]:
-    """Let the tracer see every operator that runs inside, forward and backward."""
-    with _Functions(tracer.sites), _Operators(tracer):
-        yield

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
@@ -19,8 +19,9 @@ from lightning_amp_guard.diagnosis.watch.culprit import HALF, Culprit, from_seen
 from lightning_amp_guard.diagnosis.watch.extremes import extremes, floats, measured
 from lightning_amp_guard.diagnosis.watch.inert import InertHook
 from lightning_amp_guard.diagnosis.watch.nodes import custom_name, is_composite
-from lightning_amp_guard.diagnosis.watch.seen import Numbers, Seen, choose
+from lightning_amp_guard.diagnosis.watch.seen import Seen, choose
 from lightning_amp_guard.diagnosis.watch.spoiled import nan_buffers, nonfinite_parameters
+from lightning_amp_guard.diagnosis.watch.table import Table
 
 __all__ = ["NonFiniteWatch"]
 
@@ -85,8 +86,7 @@ class NonFiniteWatch:
         self._handles: list[RemovableHandle] = []
         self._custom: dict[str, str] = {}
         self._open: list[_Open] = []
-        self._seen: list[tuple[Seen, Tensor]] = []
-        self._packed: list[tuple[list[Seen], Tensor]] = []
+        self._table = Table()
         self._clock = count(1)
 
     # ------------------------------------------------------------------ what the owner calls
@@ -107,8 +107,7 @@ class NonFiniteWatch:
 
     def reset(self) -> None:
         """Forget what was seen, and go on. Host sync: none."""
-        self._open, self._seen, self._packed = [], [], []
-        self._computes_in = {}
+        self._open, self._table, self._computes_in = [], Table(), {}
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at a loss before its backward pass: what no module did, the step itself did.
@@ -120,7 +119,7 @@ class NonFiniteWatch:
             return
         self._claim([loss], "")
         self._note("", "forward", next(self._clock), None, [loss], is_loss=True)
-        self._pack()
+        self._table.pack()
 
     def culprit(self) -> Culprit | None:
         """Return the module to blame for what was seen since `reset`, or `None`.
@@ -128,9 +127,7 @@ class NonFiniteWatch:
         The rule is that of `choose`. Host sync: one per device, and one for each parameter of the
         culprit's own.
         """
-        self._pack()
-        seen = list(self._read())
-        found = choose(sorted(seen, key=lambda s: s.end))
+        found = choose(sorted(self._table.read(), key=lambda s: s.end))
         if found is None:
             return None
         module = self._modules[found.module]
@@ -240,22 +237,7 @@ class NonFiniteWatch:
             name, kind, direction, begin, now, dtype, elements, before is not None, graded, operator,
             is_loss, composite,
         )  # fmt: skip
-        self._seen.append((seen, torch.cat((entered, found))))
-
-    def _pack(self) -> None:
-        """Put the numbers of each device into one tensor. Host sync: none."""
-        taken, self._seen = self._seen, []
-        for device in dict.fromkeys(numbers.device for _, numbers in taken):
-            here = [(seen, numbers) for seen, numbers in taken if numbers.device == device]
-            self._packed.append(([s for s, _ in here], torch.stack([n for _, n in here])))
-
-    def _read(self) -> Iterator[Seen]:
-        for device in dict.fromkeys(table.device for _, table in self._packed):
-            here = [(seen, table) for seen, table in self._packed if table.device == device]
-            rows = torch.cat([table for _, table in here]).tolist()
-            for seen, row in zip([s for part, _ in here for s in part], rows, strict=True):
-                seen.numbers = Numbers(*row)
-                yield seen
+        self._table.add(seen, torch.cat((entered, found)))
 
 
 def _sealed(module: Module) -> bool:
