@@ -295,11 +295,17 @@ def without_differences(module, x):
     return (y * (1 + 2.0**-12) - y).log().mean()  # bfloat16 has 76800 and 77312, not 76818.75
 
 
+def without_slopes(module, x):
+    y = read_by_the_step(module, x)
+    return (y * (1 + 2.0**-12) - y).sqrt().mean()  # zero in bfloat16, with an infinite slope
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "line"),
     [
         (lambda m, x: read_by_the_step(m, x).mean() / 1e5, 'SafeAMP(precision="bf16-mixed")'),
         (without_differences, 'Trainer(precision="32-true")'),
+        (without_slopes, 'Trainer(precision="32-true")'),
     ],
 )
 def test_another_precision_is_named_where_no_module_in_float32_helps(loss_fn, line):

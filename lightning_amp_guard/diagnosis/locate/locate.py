@@ -142,8 +142,8 @@ class _Search:
         if modules := self._together(facts, module):
             return replace(facts, modules=modules)
         others = [p for p in ("bf16-mixed", "32-true") if p != facts.precision]
-        found = [p for p in others if self._runs_finite(p, forward_only=forward_only)]
-        return replace(facts, instead=found[0] if found else "")
+        finite_in = (p for p in others if self._runs_finite(p, forward_only=False))
+        return replace(facts, instead=next(finite_in, ""))
 
     def _runs_finite(self, precision: str, *, forward_only: bool) -> bool | None:
         """Return whether the step is finite in another precision; `None` if it cannot run in it."""
