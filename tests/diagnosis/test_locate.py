@@ -340,8 +340,10 @@ class Converts(torch.autograd.Function):
         return grad.float()
 
 
-def test_module_that_makes_float16_itself_is_not_sent_to_float32():
-    report = culprit(Converts.apply, 4.0)
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_module_that_makes_float16_itself_is_not_sent_to_float32(precision):
+    report = culprit(Converts.apply, 4.0, precision=precision)
+    assert report.cause == "the precision: float16 ends at 65504."
     assert (report.module, report.op) == ("culprit", "Converts")
     assert report.remedy.endswith('`with torch.autocast("cpu", enabled=False): ...`.')
 

@@ -200,6 +200,10 @@ def test_module_that_converts_by_itself_is_not_sent_to_float32_where_it_runs(dty
     assert (found.module, found.computes_in, found.path) == ("culprit", torch.float32, None)
     assert f"converts to {str(dtype)[6:]}" in found.remedy
     assert found.remedy.endswith("Leave the conversion out: `x.float()`.")
+    # so it is where autocast runs the module in the other half precision
+    other = torch.bfloat16 if dtype is torch.float16 else torch.float16
+    found = watched(model, ones(), loss=under(other))
+    assert (found.module, found.computes_in, found.path) == ("culprit", other, None)
     # where half precision comes in, float32 may help, since it casts what comes in
     found = watched(model, ones(), loss=lambda m, x: m.culprit(m.body(x).to(dtype)).float().sum())
     assert (found.module, found.computes_in, found.path) == ("culprit", dtype, "culprit")

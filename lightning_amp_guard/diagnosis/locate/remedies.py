@@ -168,7 +168,7 @@ def _range(origin: Origin, facts: Facts) -> tuple[str, str]:
 
 
 def _limit(origin: Origin, facts: Facts) -> str:
-    if facts.precision != "16-mixed":
+    if facts.precision != "16-mixed" and origin.result.dtype != "float16":
         return "bfloat16 keeps 8 bits of each number"
     if any([values.zeros for values in origin.inputs]) and origin.site.kernel in _NEAR_ZERO:
         return "float16 rounds what is below 3e-8 to zero, an `eps` of 1e-8 too"

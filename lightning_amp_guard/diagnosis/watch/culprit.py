@@ -70,9 +70,9 @@ class Culprit:
         """What to write into `fp32_modules`; `None` where float32 would not help.
 
         So it is for what is no submodule, for weights that hold inf or NaN, for a module that computes
-        in float32 already, and for a mean over nothing.
+        in float32 already or converts to another half precision by itself, and for a mean over nothing.
         """
-        hopeless = self.parameters or self.buffers or self._averages_nothing
+        hopeless = self.parameters or self.buffers or self._averages_nothing or self._converts
         return None if hopeless or self.computes_in is torch.float32 else self.module or None
 
     @property
@@ -84,7 +84,7 @@ class Culprit:
     @property
     def _converts(self) -> bool:
         # half precision of the module's own making, which no autocast scope takes away
-        return self.computes_in is torch.float32 and self.dtype in HALF
+        return self.dtype in HALF and self.dtype is not self.computes_in
 
     @property
     def may_be_overflow(self) -> bool:
@@ -158,7 +158,7 @@ class Culprit:
                 torch.bfloat16: ", or of a difference that bfloat16, with its 8 bits, makes zero",
             }.get(self.computes_in, ", or exceeds the range")
         if self._converts:
-            return f"its own code converts to {_name(self.dtype)}, though it runs in float32"
+            return f"its own code converts to {_name(self.dtype)}, not {_name(self.computes_in)}"
         domain = "an operation is undefined for its inputs (division by zero, logarithm or root of"
         domain += " zero), which needs an `eps` of its own"
         if self.computes_in is torch.float16:

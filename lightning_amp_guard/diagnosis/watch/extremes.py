@@ -47,7 +47,8 @@ def extremes(tensors: list[Tensor]) -> Tensor | None:
         >>> extremes([torch.tensor([1.0, -3.0]), torch.tensor([2.0])]).tolist()
         [-3.0, 2.0]
     """
-    pairs = [_in_float32(torch.stack(t.aminmax())) for t in _plain(tensors)]
+    # float32 before the stack: autocast to bfloat16 refuses to stack float16, and the reverse
+    pairs = [torch.stack([_in_float32(end) for end in t.aminmax()]) for t in _plain(tensors)]
     if len(pairs) < 2:
         return pairs[0] if pairs else None
     together = torch.stack([pair.to(pairs[0].device) for pair in pairs])
@@ -78,9 +79,10 @@ def _counts(tensor: Tensor) -> Tensor:
     # sums of `isnan()` and `isinf()` take ten times as long
     finite = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)
     bad = (finite != tensor).float().sum()
-    ends = torch.nan_to_num(tensor, 0.0, math.inf, -math.inf).aminmax()
-    largest = torch.stack(finite.aminmax()).abs().amax()
-    return torch.stack((bad, torch.stack(ends).isinf().any().float(), _in_float32(largest)))
+    low, high = torch.nan_to_num(tensor, 0.0, math.inf, -math.inf).aminmax()
+    least, most = finite.aminmax()
+    largest = torch.maximum(least.abs(), most.abs())
+    return torch.stack((bad, (low.isinf() | high.isinf()).float(), _in_float32(largest)))
 
 
 def _in_float32(values: Tensor) -> Tensor:
