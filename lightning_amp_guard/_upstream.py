@@ -40,6 +40,7 @@ __all__ = [
     "averaging_node",
     "batch_number",
     "batch_of",
+    "begins_epoch",
     "comm_hook_names",
     "count_as_stepped",
     "current_node",
@@ -325,6 +326,11 @@ def is_fitting(trainer: Any) -> bool:
 def batch_number(trainer: Any) -> int:
     """Return the running number of the training batch, across epochs; plain attributes only."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
+def begins_epoch(trainer: Any) -> bool:
+    """Return whether no training batch of this epoch has come so far; plain attributes only."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0)
 
 
 def inside_batch(trainer: Any) -> bool:

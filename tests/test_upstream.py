@@ -1047,6 +1047,25 @@ def test_batch_number_counts_across_epochs():
     )
 
 
+def test_begins_epoch_at_its_first_batch_alone():
+    seen = []
+
+    class Model(Line):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            seen.append(("batch", _upstream.begins_epoch(self.trainer)))
+            return batch
+
+        def training_step(self, batch, batch_idx):
+            seen.append(("step", _upstream.begins_epoch(self.trainer)))
+            return super().training_step(batch, batch_idx)
+
+    fit(Model(), n=2, max_epochs=2)
+    first, later = [("batch", True), ("step", False)], [("batch", False), ("step", False)]
+    assert seen == [*first, *later] * 2, (
+        "`batch_progress.current.ready` no longer counts the batches of an epoch from 0."
+    )
+
+
 def test_inside_batch_lasts_until_the_step_is_over():
     class Model(Line):
         def validation_step(self, batch, batch_idx):

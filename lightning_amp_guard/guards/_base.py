@@ -122,6 +122,9 @@ class GuardCore:
     def see_batch(self, batch: Any) -> None:
         """Look at the first training batch of a fit."""
 
+    def see_epoch(self) -> None:
+        """Look at what the module has made by the first batch of a fit, or of an epoch."""
+
     def save(self) -> Any:
         """Return what has to survive a resume, as plain values; `None` for nothing."""
         return None

@@ -48,7 +48,7 @@ class SchedulerGateCore(GuardCore):
     @names_its_class
     def __init__(self, enabled: bool = True) -> None:
         super().__init__(enabled)
-        self._heard = False  # has an outcome of this fit been heard of?
+        self._heard = False  # of an outcome since the last look at what the module keeps?
         self._turns: list[tuple[Any, Turn]] = []  # by identity: schedulers may define __eq__
         self._pending: list[list[bool]] = []
         self._patch: InstancePatch | None = None
@@ -59,11 +59,10 @@ class SchedulerGateCore(GuardCore):
         """Stand before the schedulers of this fit."""
         self.detach()
         super().attach(host)
-        self._pending, self._heard = [], False
+        self._pending = []
         if host.module.automatic_optimization:
             self._patch = InstancePatch.once(host.module, "lr_scheduler_step", self._at_turn)
-        self._look_for_own()
-        self._follow()
+        self.see_epoch()
 
     def detach(self) -> None:
         """Give module and schedulers back as they were."""
@@ -74,20 +73,22 @@ class SchedulerGateCore(GuardCore):
         self._patch, self._swapped, self._turns, self._own = None, [], [], []
         super().detach()
 
-    def _look_for_own(self) -> None:
+    def see_epoch(self) -> None:
         """Find the schedulers that the module did not hand to the Trainer, inner ones aside."""
         assert self.host is not None
+        self._heard = False
         found = _upstream.schedulers_of(self.host.module)
         outer = [*found, *(config.scheduler for config in self.host.trainer.lr_scheduler_configs)]
         inner = [scheduler for one in outer for scheduler in _upstream.schedulers_of(one)]
         handed = outer[len(found) :]
         self._own = [s for s in found if all([s is not other for other in (*handed, *inner)])]
+        self._follow()
 
     def after_outcome(self, outcome: StepOutcome) -> None:
         """Remember what became of the optimizer's attempt."""
         if not self._heard and self.host is not None:
+            self.see_epoch()  # the module may have made them in this very step
             self._heard = True
-            self._look_for_own()  # the module may have made them when training started
         for turn, optimizer in self._follow():
             if optimizer == outcome.optimizer_idx:
                 turn.note(outcome.applied)

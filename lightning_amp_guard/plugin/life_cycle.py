@@ -54,6 +54,8 @@ class LifeCycle(Configuration):
         self._after: list[Callable[[StepOutcome], None]] = []
         self._after_skip: list[Callable[[StepOutcome, Any], None]] = []
         self._see_batch: list[Callable[[Any], None]] = []
+        self._see_epoch: list[Callable[[], None]] = []
+        self._begun = False  # has this fit had a batch?
         self._see_loss: list[Callable[[Any], None]] = []
         self._heard: tuple[Any, int] = (None, 0)
         self._patient = self._unseen = self._hurried = self._hold_alarm = False
@@ -138,7 +140,8 @@ class LifeCycle(Configuration):
         self._after = [g.after_outcome for g in self.guards if _overrides(g, "after_outcome")]
         self._after_skip = [g.after_skip for g in self.guards if _overrides(g, "after_skip")]
         self._see_batch = [g.see_batch for g in self.guards if _overrides(g, "see_batch")]
-        self._see_loss = []
+        self._see_epoch = [g.see_epoch for g in self.guards if _overrides(g, "see_epoch")]
+        self._see_loss, self._begun = [], False
         self._heard = (None, 0)
 
     def _agree_over_ranks(self, engine: AttemptEngine) -> None:
@@ -232,7 +235,7 @@ class LifeCycle(Configuration):
             ("trainer", "module", "engine", "_probe", "_overdue", "_held", "_batch")
         )
         fresh = {"guards": [], "active": False, "_scopes": None, "_after": [], "_see_batch": []}
-        fresh |= {"_after_skip": [], "_see_loss": []}
+        fresh |= {"_after_skip": [], "_see_loss": [], "_see_epoch": []}
         rest = {"_heard": (None, 0), "_hooks": [], "_handled": []}
         return {**self.__dict__, **gone, **fresh, **rest}
 

@@ -32,7 +32,7 @@ class AmpPlugin(Hearing):
     # ------------------------------------------------------------------ backward
 
     def convert_input(self, data: Any) -> Any:
-        """At the first training batch, open a saved window and let guards look."""
+        """At the first training batch, open a saved window and let guards look; or of an epoch."""
         if self.active and self.engine is not None and self.engine.manual:
             self._batch = data
         if self._see_batch and self.active and self.trainer.training and self.engine is not None:
@@ -40,6 +40,10 @@ class AmpPlugin(Hearing):
             self.engine.begin_batch()
             for look in looks:
                 look(data)
+        if self.active and (not self._begun or _upstream.begins_epoch(self.trainer)):
+            self._begun = self._begun or self.trainer.training
+            for see in self._see_epoch:
+                see()
         return super().convert_input(data)  # type: ignore[misc]
 
     @contextmanager

@@ -466,3 +466,116 @@ def test_flags_of_a_kept_average_survive_a_resume(tmp_path):
     resumed.seen = 1
     fit(resumed, plugin(), n=4, ckpt_path=tmp_path / "x.ckpt")
     assert whole.averaged() == resumed.averaged() == (2, 6.75)  # 7 and 6.5
+
+
+class MakesItInTime(KeepsAverage):
+    """The average comes only when training, or the second epoch, starts."""
+
+    at = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.averages = torch.nn.ModuleList()
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == self.at:
+            self.averages.append(AveragedModel(self.lin))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.averages:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+        else:
+            self.seen += 1
+
+
+@pytest.mark.parametrize("optimizer", [None, adamw], ids=["plain", "late"])
+@pytest.mark.parametrize(
+    ("at", "plan", "averaged"), [(0, [B, G, B, G], (2, 7.25)), (1, [B, G, B, G], (1, 7.0))]
+)
+def test_average_that_the_module_makes_in_time_is_found(at, plan, averaged, optimizer):
+    class Silent(MakesItInTime):
+        on_step_outcome = None
+
+    model = Silent(plan, optimizer)
+    model.at = at
+    fit(model, plugin(), n=2, max_epochs=2)
+    n, weight = model.averaged()
+    assert (n, weight) == (averaged[0], pytest.approx(averaged[1], abs=1e-4))
+    assert "update_parameters" not in vars(model.average)
+
+
+def test_flags_of_an_average_that_is_made_in_time_survive_a_resume(tmp_path):
+    class EverySecond(MakesItInTime):
+        every = 2
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            if self.seen == 1 and not self.trainer.ckpt_path:
+                self.trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    # batch 0 is skipped before the checkpoint, 1 has no loss: nothing new for the sample after 1
+    whole, resumed = EverySecond([B, O, G, G]), EverySecond([O, O, G, G])
+    fit(whole, plugin(), n=4)
+    resumed.seen = 1
+    resumed.averages = torch.nn.ModuleList()
+    resumed.on_load_checkpoint = lambda checkpoint: [
+        checkpoint["state_dict"].pop(key)
+        for key in list(checkpoint["state_dict"])
+        if key.startswith("averages")
+    ]
+    resumed.on_train_epoch_start = lambda: None
+    resumed.on_train_start = lambda: resumed.averages.append(AveragedModel(resumed.lin))
+    fit(resumed, plugin(), n=4, ckpt_path=tmp_path / "x.ckpt")
+    assert whole.averaged() == resumed.averaged() == (1, 7.0)
+
+
+class Pair(Line):
+    """Two optimizers; the average is of the first one's model alone, or of both."""
+
+    def __init__(self, plan, of_both=False):
+        super().__init__(plan)
+        self.automatic_optimization = False
+        self.other = torch.nn.Linear(4, 1, bias=False)
+        self.both = torch.nn.ModuleList([self.lin, self.other])
+        self.model = self.both if of_both else self.lin
+        self.average = AveragedModel(self.model)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        second.zero_grad()
+        self.manual_backward(self.other(batch[0]).float().mean())
+        second.step()
+        self.average.update_parameters(self.model)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(x.parameters(), lr=0.5) for x in (self.lin, self.other)]
+
+
+@pytest.mark.parametrize(("of_both", "count"), [(False, 2), (True, 4)])
+def test_average_that_the_module_keeps_follows_the_optimizers_of_its_model(of_both, count):
+    # a generator's average takes none from its skipped step though the discriminator's was applied
+    model = Pair([B, G, B, G], of_both)
+    fit(model, plugin(), n=4)
+    assert int(model.average.n_averaged) == count
+    if not of_both:
+        assert model.average.module.weight[0, 0] == 7.25  # of 7.5 and 7
+
+
+def test_flags_of_an_average_are_kept_for_each_optimizer(tmp_path):
+    class Saves(Pair):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            gates = self.trainer.precision_plugin.state_dict()["gates"]
+            self.flags = gates["AveragingGate"]
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            optimizer = self.optimizers()[1]
+            optimizer.step()  # a second time, after the average was asked
+
+    model = Saves([B])
+    fit(model, plugin(), n=1)
+    assert model.flags == [[False, False], [True, True]]

@@ -643,6 +643,40 @@ def test_scheduler_that_the_module_keeps_waits_on_skipped_steps(kind, optimizer)
     assert type(model.own) is StepLR
 
 
+class MakesItInTheFirstStep(StepsItAtBatchEnd):
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+    def training_step(self, batch, batch_idx):
+        if not self.seen:
+            self.own = halving(self.trainer.optimizers[0])
+        return super().training_step(batch, batch_idx)
+
+
+def test_scheduler_that_the_module_makes_in_its_first_step_waits_on_skipped_steps():
+    model = MakesItInTheFirstStep([B, G, N, G, G])
+    fit(model, plugin(), n=6)
+    assert model.lrs == [0.5, 0.5, 0.25, 0.25, 0.125, 0.0625]
+
+
+@pytest.mark.parametrize("optimizer", [None, adamw], ids=["plain", "late"])
+def test_scheduler_that_the_module_makes_anew_in_each_epoch_waits_on_skipped_steps(optimizer):
+    class MakesItAnew(StepsItAtBatchEnd):
+        on_step_outcome = None
+
+        def configure_optimizers(self):
+            return self.make_optimizer(self.parameters())
+
+        def on_train_epoch_start(self):
+            optimizer = self.trainer.optimizers[0]
+            optimizer.param_groups[0].update(lr=0.5, initial_lr=0.5)
+            self.own = halving(optimizer)
+
+    model = MakesItAnew([B, G, G, N, G, B], optimizer)
+    fit(model, plugin(), n=3, max_epochs=2)
+    assert model.lrs == [0.5, 0.5, 0.25, 0.5, 0.5, 0.25]
+
+
 def test_scheduler_that_the_module_keeps_runs_ahead_with_the_gate_disabled():
     model = StepsItInOptimizerStep([G, B, G])
     fit(model, plugin(), n=3, callbacks=[SchedulerGate(enabled=False)])
