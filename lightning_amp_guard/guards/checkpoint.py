@@ -24,6 +24,7 @@ from lightning_amp_guard.state import (
     read_tally,
 )
 from lightning_amp_guard.step.attempt import AttemptEngine
+from lightning_amp_guard.step.given_up import read_given_up
 from lightning_amp_guard.step.window_state import SavedWindow, lost_in_batch, save_window
 
 __all__ = ["ScalerCheckpoint"]
@@ -61,14 +62,16 @@ class ScalerCheckpointCore(GuardCore):
             entry["switched"] = host.switched
         if host.scaler is not None and host.scaler.policy.settings.hysteresis > 1:
             entry["hysteresis_left"] = host.scaler.policy.hysteresis_left
+        if host.engine is not None:
+            given_up = host.engine.given_up.save(inside_batch=_inside_batch(host))
+            entry |= {} if given_up is None else {"given_up": given_up}
         return entry
 
     def _window(self, host: Host) -> dict[str, Any] | None:
         engine, trainer = host.engine, host.trainer
         if engine is None:
             return None
-        fitting = trainer is not None and _upstream.is_fitting(trainer)
-        inside = fitting and _upstream.inside_batch(trainer)
+        inside = _inside_batch(host)
         if inside:
             self._warn_of_batch(host, trainer, engine)
         if self.window_gradients and engine.reopen is not None:
@@ -157,6 +160,7 @@ class ScalerCheckpointCore(GuardCore):
         switched = entry.get("switched")
         if switched is not None:
             read(entry, "switched", lambda v: v in _SWITCHED, f"one of {_SWITCHED}")
+        given_up = read_given_up(entry)
         reopen = None
         if window is not None and host.engine is not None:
             reopen = SavedWindow(host.engine, window, host.parameter_names())
@@ -179,6 +183,7 @@ class ScalerCheckpointCore(GuardCore):
         host.tallies.extend(StepTally() for _ in range(lanes - len(counted)))
         if host.engine is not None:
             host.engine.reopen = reopen
+            host.engine.given_up.load(*given_up)
 
     @staticmethod
     def _load_gates(host: Host, gates: Mapping[str, Any]) -> None:
@@ -218,6 +223,14 @@ class ScalerCheckpointCore(GuardCore):
             differ.append(f"scale={state['scale']} moved to the bound {host.scaler.get_scale()}")
         if differ:
             host.info("Resumed with the checkpoint's scaler settings: " + ", ".join(differ) + ".")
+
+
+def _inside_batch(host: Host) -> bool:
+    """Return whether a training batch is begun and not done."""
+    trainer = host.trainer
+    return bool(
+        trainer is not None and _upstream.is_fitting(trainer) and _upstream.inside_batch(trainer)
+    )
 
 
 def _is_there(entry: object) -> bool:

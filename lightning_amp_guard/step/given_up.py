@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.outcome import SkipReason
 from lightning_amp_guard.scaler import read_flags
-from lightning_amp_guard.step.lanes import Cell
+from lightning_amp_guard.state import is_dict, is_flag_pair, read
+from lightning_amp_guard.step.lanes import Cell, Lane
 from lightning_amp_guard.step.movement import ScaleMovement
 from lightning_amp_guard.step.ranks import RankAgreement
 from lightning_amp_guard.step.windows import GradientWindows
 
-__all__ = ["GivenUp"]
+__all__ = ["GivenUp", "read_given_up"]
 
 
 class GivenUp:
@@ -41,7 +47,9 @@ class GivenUp:
         self.watching = False  # until the next arrival at a step
 
     def check(self, cells: list[Cell]) -> None:
-        """Check what a backward pass has made. Host sync: none."""
+        """Check what a backward pass has made. Host sync: none, or one where attempts wait."""
+        if self.windows.settle is not None:
+            self.windows.settle()  # these gradients were made after those overflows
         for cell in cells:
             cell.unanswered = list(self.windows.scaler.multiply_held_(cell, 1.0).values())
             cell.agreed = False
@@ -53,16 +61,24 @@ class GivenUp:
 
         Host sync: none, or one or two where they had been checked.
         """
-        agreed = cell.agreed and not self.manual
-        if not self.windows.scaling or cell.consumed or not (cell.micro_batches or agreed):
+        if not self._may_answer(cell):
             return
-        if self.ranks is not None and self.ranks.on_every_attempt() and not agreed:
-            return  # the other ranks may have kept theirs, or not know that they overflowed
         if not self.manual:
             self.watching = True
-        flags, cell.unanswered = cell.unanswered, []
-        if read_flags(flags) and self.settings.backs_off(self._reason(cell)):
+        if self._overflowed(cell):
             self.movement.overflowed(answered=cell.overflowed_earlier(self.windows.overflows))
+        cell.unanswered = []
+
+    def _may_answer(self, cell: Cell) -> bool:
+        """Return whether no attempt was made on the cell's gradients, and all ranks know of it."""
+        agreed = cell.agreed and not self.manual
+        if not self.windows.scaling or cell.consumed or not (cell.micro_batches or agreed):
+            return False
+        # the other ranks may have kept theirs, or not know that they overflowed
+        return self.ranks is None or agreed or not self.ranks.on_every_attempt()
+
+    def _overflowed(self, cell: Cell) -> bool:
+        return read_flags(cell.unanswered) and self.settings.backs_off(self._reason(cell))
 
     def answered(self) -> None:
         """Learn that the scale has had its turn at all that was checked so far."""
@@ -73,3 +89,52 @@ class GivenUp:
         # over ranks an inf has reached all of them, but a loss is known to its own rank alone
         bad_loss = self.ranks is None and cell.had_nonfinite_loss()
         return SkipReason.NONFINITE_LOSS if bad_loss else SkipReason.NONFINITE_GRADIENTS
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, *, inside_batch: bool) -> dict[str, Any] | None:
+        """Return what it has seen, as plain values; `None` for nothing.
+
+        Args:
+            inside_batch: Whether a resumed run repeats the batch, and its overflow with it.
+
+        Host sync: none, or one or two for each cell that was checked and not stepped.
+        """
+        lanes = self.windows.lanes
+        owed = [[False, False] if inside_batch else self._owed(lane) for lane in lanes]
+        if not self.watching and not any([overflowed for overflowed, _ in owed]):
+            return None
+        return {"watching": self.watching, "owed": owed}
+
+    def _owed(self, lane: Lane) -> list[bool]:
+        """Return whether gradients overflowed that may yet be thrown away, and the scale knows."""
+        cells = [c for c in lane.cells if self._may_answer(c) and self._overflowed(c)]
+        known = [cell.overflowed_earlier(self.windows.overflows) for cell in cells]
+        return [bool(cells), bool(cells) and all(known)]
+
+    def load(self, watching: bool, owed: list[list[bool]]) -> None:
+        """Take up what `save` returned."""
+        self.watching = watching
+        for lane, (overflowed, known) in zip(self.windows.lanes, owed, strict=False):
+            for cell in lane.cells if overflowed else []:
+                one = torch.ones(())
+                cell.unanswered, cell.tainted = [one], [one] if known else []
+                cell.micro_batches, cell.agreed = max(cell.micro_batches, 1), True
+
+
+def read_given_up(entry: Mapping[str, Any]) -> tuple[bool, list[list[bool]]]:
+    """Return what `GivenUp.load` takes, from a checkpoint entry that may hold nothing of it.
+
+    Raises:
+        ScalerStateError: A value is impossible; the message names the key.
+    """
+    if "given_up" not in entry:
+        return False, []
+    saved = read(entry, "given_up", is_dict, "a dict")
+    watching = read(saved, "watching", lambda v: isinstance(v, bool), "a flag")
+    owed = read(saved, "owed", _are_flag_pairs, "a list of two flags for each optimizer")
+    return watching, owed
+
+
+def _are_flag_pairs(value: object) -> bool:
+    return isinstance(value, list) and all(is_flag_pair(pair) for pair in value)

@@ -127,7 +127,8 @@ class SavedWindow:
         ratio = self.engine.scaler.get_scale() / self.scale
         for lane, row in zip(self.engine.windows.lanes, self.counts, strict=False):
             lane.stage = Stage.OPEN
-            for cell in lane.cells:
+            # what overflowed and is gone by now has a window of its own
+            for cell in [c for c in lane.cells if c.has_gradients() or not c.unanswered]:
                 self._reopen(cell, *row, ratio=ratio)
         movement = self.engine.movement
         movement.applied_in_batch, movement.overflowed_in_batch = self.batch

@@ -1074,6 +1074,9 @@ DAMAGES = [
     (("window", "optimizers"), "optimizers", ([[2, 0]], [[-1, False]], [[1.5, True]])),
     (("window", "batch"), "batch", (None, True, [True], [0, 1], "xx", MISSING)),
     (("hysteresis_left",), "hysteresis_left", (-1, 0.5, "1", None)),
+    (("given_up",), "given_up", (None, 5, "x", [])),
+    (("given_up",), "watching", ({}, {"watching": 1, "owed": []})),
+    (("given_up",), "owed", ({"watching": True}, {"watching": True, "owed": [True]})),
 ]
 
 

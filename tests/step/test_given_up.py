@@ -7,8 +7,9 @@ from contextlib import suppress
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
-from lightning_amp_guard import SafeAMP
+from lightning_amp_guard import AmpGuardWarning, SafeAMP
 from tests.helpers import BAD, GOOD, NAN_LOSS, Line, ManualLine, fit
 
 LR = 2.0**-9  # times the gradient of 256: an update takes 0.5 off the weight
@@ -201,3 +202,99 @@ def test_bfloat16_has_no_scale_to_answer_with():
     fit(model, plugin, n=4)
     assert model.weight == 6.5
     assert plugin.engine.given_up.watching is False
+
+
+# ---------------------------------------------------------------------- resume
+
+
+class SavesAfter(Callback):
+    def __init__(self, path, batch):
+        self.path, self.batch = path, batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+class ThrowsAwayByHand(LooksByHand):
+    """`LooksByHand`, which leaves nothing behind."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.optimizers().zero_grad()
+
+
+def end(model, plugin):
+    return model.weight, plugin.tally, plugin.scaler.state_dict()
+
+
+@pytest.mark.parametrize("done", range(1, 6))
+@pytest.mark.parametrize("kind", [ZeroesToNone, ZeroesInPlace])
+def test_the_watch_goes_on_after_a_resume(kind, done, tmp_path):
+    def run(**kwargs):
+        model = kind(make_optimizer=OPTIMIZERS["plain"])
+        plugin = SafeAMP(init_scale=1024.0, growth_interval=3)
+        fit(model, plugin, n=6, **kwargs)
+        return end(model, plugin)
+
+    whole = run(callbacks=[SavesAfter(tmp_path / "x.ckpt", done - 1)])
+    assert whole[2]["scale"] == 128.0  # the overflow at 1024 went by unseen, 512 and 256 did not
+    assert run(ckpt_path=tmp_path / "x.ckpt") == whole
+
+
+@pytest.mark.parametrize("done", range(1, 5))
+@pytest.mark.parametrize("kind", [LooksByHand, ThrowsAwayByHand, ZeroesByHand, RaisesAtTheClip])
+def test_an_answer_that_is_due_is_given_after_a_resume(kind, done, tmp_path):
+    plan = [GOOD, BAD, GOOD, NAN_LOSS, GOOD]
+
+    def run(plan, **kwargs):
+        model, plugin = kind(plan), SafeAMP(init_scale=64.0, growth_interval=3)
+        fit(model, plugin, n=5, **kwargs)
+        return end(model, plugin)
+
+    whole = run(plan, callbacks=[SavesAfter(tmp_path / "x.ckpt", done - 1)])
+    assert (whole[0], whole[2]["scale"]) == (6.5, 32.0)
+    assert run(plan[done:], ckpt_path=tmp_path / "x.ckpt") == whole
+
+
+def test_an_overflow_in_the_middle_of_a_batch_is_answered_when_the_batch_comes_again(tmp_path):
+    class Saves(ThrowsAwayByHand):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            if self.plan:
+                with pytest.warns(
+                    AmpGuardWarning, match="the open accumulation window begins anew"
+                ):
+                    self.trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    fit(Saves([BAD]), SafeAMP(init_scale=64.0), n=1)
+    entry = torch.load(tmp_path / "x.ckpt", weights_only=True)["SafeAMP"]
+    assert "given_up" not in entry
+    assert entry["scaler"]["scale"] == 64.0
+
+
+def test_a_run_that_gives_nothing_up_saves_nothing_of_it():
+    model, plugin = Line([GOOD, BAD]), SafeAMP(init_scale=64.0)
+    fit(model, plugin, n=3)
+    assert "given_up" not in plugin.state_dict()
+
+
+def test_an_overflow_on_the_device_is_none_of_those_that_were_seen_after_it():
+    class ThrowsAway(Line):
+        on_step_outcome = None
+
+        def on_after_backward(self):
+            if 0 < self.seen < 4:
+                given_up = self.trainer.precision_plugin.engine.given_up
+                self.watched = [*getattr(self, "watched", []), given_up.watching]
+                self.zero_grad()
+
+    def adamw(params):
+        return torch.optim.AdamW(params, lr=0.5, betas=(0.0, 0.0), weight_decay=0.0, fused=True)
+
+    # 0 is skipped on the device; 1 is thrown away unseen, 2 and 3 are seen to overflow
+    model, plugin = ThrowsAway([BAD, BAD, BAD, BAD], adamw), SafeAMP(init_scale=64.0)
+    fit(model, plugin, n=5)
+    assert model.watched == [False, True, True]
+    assert plugin.scaler.get_scale() == 8.0
+    assert (plugin.tally.attempted, plugin.tally.skipped) == (2, 1)
