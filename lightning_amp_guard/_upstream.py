@@ -774,8 +774,8 @@ def full_float32() -> Iterator[None]:
             put(*place, value)
 
 
-# Between a loss and its reduction these change nothing; a sum of means is one as well.
-_BESIDE_REDUCTION = ("Add", "Alias", "Clone", "Squeeze", "ToCopy", "Unsqueeze", "View")
+# Between a loss and its reduction these change nothing; a sum of means is one as well, or their mean.
+_BESIDE_REDUCTION = ("Add", "Alias", "Clone", "Squeeze", "Stack", "ToCopy", "Unsqueeze", "View")
 _MEAN = 1  # `torch.nn.functional`'s number of reduction="mean"
 
 
@@ -796,11 +796,18 @@ def averaging_node(loss: Tensor, *, divided: bool) -> str:
     while todo:
         node = todo.pop()
         name = "" if node is None else node.name()
-        of_one = name.startswith("MeanBackward") and getattr(node, "_saved_self_sym_numel", 0) == 1
-        if node is not None and (of_one or name.startswith(_BESIDE_REDUCTION)):
+        of_terms = name.startswith("MeanBackward") and _averages_terms(node)
+        if node is not None and (of_terms or name.startswith(_BESIDE_REDUCTION)):
             todo += [before for before, _ in node.next_functions]
         elif name.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN:
             found = name
         else:
             return ""
     return found
+
+
+def _averages_terms(node: Any) -> bool:
+    """Return whether a mean is one over whole losses, one or several that were stacked."""
+    of = node.next_functions[0][0]
+    stacked = of is not None and of.name().startswith("StackBackward")
+    return stacked or getattr(node, "_saved_self_sym_numel", 0) == 1

@@ -950,6 +950,10 @@ def scores_of(loss, scores, labels):
         "two means": lambda: cross_entropy(scores, labels) + scores.square().mean(),
         "squared error": lambda: torch.nn.functional.mse_loss(scores, torch.zeros(6, 4)),
         "in float32": lambda: cross_entropy(scores.half(), labels).float(),
+        "mean of stacked means": lambda: torch.stack(
+            [cross_entropy(scores, labels), cross_entropy(scores, labels)]
+        ).mean(),
+        "mean of stacked sums": lambda: torch.stack([scores.sum(), scores.sum()]).mean(),
         "sum": lambda: cross_entropy(scores, labels, reduction="sum"),
         "sum()": lambda: cross_entropy(scores, labels, reduction="none").sum(),
         "mean times count": lambda: cross_entropy(scores, labels) * 6,
@@ -968,6 +972,7 @@ MEANS = {
     "two means": "NllLossBackward0",
     "squared error": "MseLossBackward0",
     "in float32": "NllLossBackward0",
+    "mean of stacked means": "NllLossBackward0",
 }
 SUMS = [
     "sum",
@@ -976,6 +981,7 @@ SUMS = [
     "mean times tensor",
     "sum beside a mean",
     "mean of one",
+    "mean of stacked sums",
     "no reduction",
     "no graph",
 ]

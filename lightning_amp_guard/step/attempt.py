@@ -140,7 +140,7 @@ class AttemptEngine:
         Host sync: one, plus one after a skip; none if it waits.
         """
         self._admit(lane)
-        self.given_up.watching = False
+        self.given_up.arrived()
         shown = [witness for witness in self.witnesses if witness.looks()]
         wanted = bool(shown) or any([witness.wants_norm() for witness in self.witnesses])
         waits = patient and not wanted and self._may_wait(lane)

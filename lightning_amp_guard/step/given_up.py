@@ -11,13 +11,15 @@ import torch
 from lightning_amp_guard.arguments.settings import AmpSettings
 from lightning_amp_guard.outcome import SkipReason
 from lightning_amp_guard.scaler import read_flags
-from lightning_amp_guard.state import is_dict, is_flag_pair, read
+from lightning_amp_guard.state import is_count, is_dict, is_flag_pair, read
 from lightning_amp_guard.step.lanes import Cell, Lane
 from lightning_amp_guard.step.movement import ScaleMovement
 from lightning_amp_guard.step.ranks import RankAgreement
 from lightning_amp_guard.step.windows import GradientWindows
 
 __all__ = ["GivenUp", "read_given_up"]
+
+_WATCHED = 2  # arrivals: the window's own, and that of the next one, whose first pass may overflow
 
 
 class GivenUp:
@@ -27,8 +29,9 @@ class GivenUp:
     4956), or give the step up when `clip_grad_norm_(..., error_if_nonfinite=True)` raises. Without an
     answer the scale would never come down from where everything overflows, and nothing be trained.
     Torch's `update()` answers what was unscaled, stepped or not; so does this. What was never
-    unscaled nobody has checked: after such a window the next one is checked after its backward
-    passes, at the cost of one walk over the gradients each, in automatic optimization alone (by hand,
+    unscaled nobody has checked: after such a pass the rest of its window and the next one are checked
+    after their backward passes, at the cost of one walk over the gradients each, in automatic
+    optimization alone (by hand,
     zeroing the by-products of another optimizer's backward pass is everyday business).
 
     Args:
@@ -44,7 +47,7 @@ class GivenUp:
         self.settings, self.windows, self.movement = settings, windows, movement
         self.manual = manual
         self.ranks: RankAgreement | None = None
-        self.watching = False  # until the next arrival at a step
+        self.watching = 0  # for so many arrivals at a step
 
     def check(self, cells: list[Cell]) -> None:
         """Check what a backward pass has made. Host sync: none, or one where attempts wait."""
@@ -56,6 +59,11 @@ class GivenUp:
             cell.overflows_before = self.windows.overflows
             cell.mark()
 
+    def arrived(self) -> None:
+        """Learn that a window has come to its step."""
+        if self.watching:
+            self.watching -= 1
+
     def thrown_away(self, cell: Cell) -> None:
         """Back off if the gradients that are gone were known to have overflowed, or look closer.
 
@@ -64,7 +72,7 @@ class GivenUp:
         if not self._may_answer(cell):
             return
         if not self.manual:
-            self.watching = True
+            self.watching = _WATCHED
         if self._overflowed(cell):
             self.movement.overflowed(answered=cell.overflowed_earlier(self.windows.overflows))
         cell.unanswered = []
@@ -112,7 +120,7 @@ class GivenUp:
         known = [cell.overflowed_earlier(self.windows.overflows) for cell in cells]
         return [bool(cells), bool(cells) and all(known)]
 
-    def load(self, watching: bool, owed: list[list[bool]]) -> None:
+    def load(self, watching: int, owed: list[list[bool]]) -> None:
         """Take up what `save` returned."""
         self.watching = watching
         for lane, (overflowed, known) in zip(self.windows.lanes, owed, strict=False):
@@ -122,18 +130,18 @@ class GivenUp:
                 cell.micro_batches, cell.agreed = max(cell.micro_batches, 1), True
 
 
-def read_given_up(entry: Mapping[str, Any]) -> tuple[bool, list[list[bool]]]:
+def read_given_up(entry: Mapping[str, Any]) -> tuple[int, list[list[bool]]]:
     """Return what `GivenUp.load` takes, from a checkpoint entry that may hold nothing of it.
 
     Raises:
         ScalerStateError: A value is impossible; the message names the key.
     """
     if "given_up" not in entry:
-        return False, []
+        return 0, []
     saved = read(entry, "given_up", is_dict, "a dict")
-    watching = read(saved, "watching", lambda v: isinstance(v, bool), "a flag")
+    watching = read(saved, "watching", is_count, "a whole number of at least 0")
     owed = read(saved, "owed", _are_flag_pairs, "a list of two flags for each optimizer")
-    return watching, owed
+    return min(watching, _WATCHED), owed
 
 
 def _are_flag_pairs(value: object) -> bool:

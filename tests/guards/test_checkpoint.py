@@ -1075,8 +1075,8 @@ DAMAGES = [
     (("window", "batch"), "batch", (None, True, [True], [0, 1], "xx", MISSING)),
     (("hysteresis_left",), "hysteresis_left", (-1, 0.5, "1", None)),
     (("given_up",), "given_up", (None, 5, "x", [])),
-    (("given_up",), "watching", ({}, {"watching": 1, "owed": []})),
-    (("given_up",), "owed", ({"watching": True}, {"watching": True, "owed": [True]})),
+    (("given_up",), "watching", ({}, {"watching": -1, "owed": []}, {"watching": True, "owed": []})),
+    (("given_up",), "owed", ({"watching": 1}, {"watching": 1, "owed": [True]})),
 ]
 
 

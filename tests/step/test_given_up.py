@@ -45,6 +45,12 @@ class ZeroesInPlace(Steep, Line):
                 parameter.grad.zero_()
 
 
+class ZeroesSpoiled(Line):
+    """`ZeroesToNone`, of planted overflows."""
+
+    spoiled, on_after_backward = Steep.spoiled, ZeroesToNone.on_after_backward
+
+
 class RaisesAtTheClip(Line):
     def configure_gradient_clipping(
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
@@ -179,9 +185,22 @@ def test_gradients_are_checked_again_only_where_some_were_thrown_away():
 
     model, plugin = Counts(make_optimizer=OPTIMIZERS["plain"]), SafeAMP(init_scale=512.0)
     fit(model, plugin, n=6)
-    # batch 0 is thrown away unseen; 1 and 2 are seen to overflow, 3 is fine and ends the watch
-    assert model.checked == [1, 2, 3]
+    # batch 0 is thrown away unseen; 1 and 2 are seen to overflow, 3 is fine, and 4 ends the watch
+    assert model.checked == [1, 2, 3, 4]
     assert plugin.scaler.get_scale() == 128.0
+
+
+def test_overflow_in_the_first_micro_batch_of_windows_is_answered():
+    # 0 is zeroed unseen and the window goes on with 1; the watch lasts until 2, which overflows too
+    model, plugin = ZeroesSpoiled([BAD, GOOD, BAD, GOOD]), SafeAMP(init_scale=64.0)
+    fit(model, plugin, n=6, accumulate_grad_batches=2)
+    assert plugin.scaler.get_scale() == 32.0
+    assert [(outcome.applied, outcome.micro_batches) for outcome in model.outcomes] == [
+        (True, 1),
+        (True, 1),
+        (True, 2),
+    ]
+    assert model.weight == 7.0  # by a quarter, a quarter and a half
 
 
 def test_by_products_that_are_zeroed_by_hand_are_not_checked():
@@ -193,7 +212,7 @@ def test_by_products_that_are_zeroed_by_hand_are_not_checked():
 
     model, plugin = Pair([BAD] * 4), SafeAMP(init_scale=64.0)
     fit(model, plugin, n=4)
-    assert model.watching is False
+    assert model.watching == 0
     assert plugin.scaler.get_scale() == 64.0
 
 
@@ -201,7 +220,7 @@ def test_bfloat16_has_no_scale_to_answer_with():
     model, plugin = RaisesAtTheClip([GOOD, BAD]), SafeAMP(precision="bf16-mixed")
     fit(model, plugin, n=4)
     assert model.weight == 6.5
-    assert plugin.engine.given_up.watching is False
+    assert plugin.engine.given_up.watching == 0
 
 
 # ---------------------------------------------------------------------- resume
@@ -286,7 +305,7 @@ def test_an_overflow_on_the_device_is_none_of_those_that_were_seen_after_it():
         def on_after_backward(self):
             if 0 < self.seen < 4:
                 given_up = self.trainer.precision_plugin.engine.given_up
-                self.watched = [*getattr(self, "watched", []), given_up.watching]
+                self.watched = [*getattr(self, "watched", []), given_up.watching > 0]
                 self.zero_grad()
 
     def adamw(params):
