@@ -161,9 +161,22 @@ class SchedulerGateCore(GuardCore):
 
         names = {**gates, "__reduce_ex__": reduce, "__module__": kind.__module__}
         names |= {"__qualname__": kind.__qualname__, "__slots__": ()}  # no other layout
-        gated = type(kind.__name__, (kind,), names)
-        scheduler.__class__ = gated
-        self._swapped.append((scheduler, kind))
+        try:
+            gated = type(kind.__name__, (kind,), names)
+            scheduler.__class__ = gated
+        except TypeError as error:  # it demands something of its subclasses
+            self._say_ungated(kind.__name__, error)
+        else:
+            self._swapped.append((scheduler, kind))
+
+    def _say_ungated(self, kind: str, error: TypeError) -> None:
+        assert self.host is not None
+        self.host.warn(
+            f"`{self.name}`: steps of the scheduler `{kind}` are not left out after skipped updates,"
+            f" since its class refuses a subclass of its own ({error}). Expected one that can be"
+            " derived from without arguments. Give `__init_subclass__` defaults, or return the"
+            " scheduler from `configure_optimizers` in automatic optimization."
+        )
 
     def _gate(self, kind: type, name: str, turn: Turn) -> Callable[..., Any]:
         method = getattr(kind, name)

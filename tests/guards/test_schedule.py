@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from lightning_amp_guard import SafeAMP, SchedulerGate
+from lightning_amp_guard import AmpGuardWarning, SafeAMP, SchedulerGate
 from tests.helpers import BAD, GOOD, NAN_LOSS, NONE, Line, ManualLine, PlantedOverflow, fit
 
 G, B, N, O = GOOD, BAD, NAN_LOSS, NONE  # noqa: E741
@@ -715,6 +715,21 @@ def test_scheduler_that_the_module_keeps_of_those_it_hands_over_has_one_gate():
     fit(model, plugin(), n=4)
     assert model.lrs == [0.5, 0.5, 0.25, 0.125]
     assert model.kinds == [True] * 4
+
+
+def test_scheduler_class_that_cannot_be_derived_from_is_said_to_run_ahead():
+    class Demands(StepLR):
+        def __init_subclass__(cls, *, tag):
+            cls.tag = tag
+
+    class Halving(Demands, tag="halving"):
+        pass
+
+    model = StepsItAtBatchEnd([B, G, G], make_own=lambda o: Halving(o, step_size=1, gamma=0.5))
+    with pytest.warns(AmpGuardWarning, match="`Halving` are not left out .*'tag'"):
+        fit(model, plugin(), n=3)
+    assert model.lrs == [0.5, 0.25, 0.125]
+    assert type(model.own) is Halving
 
 
 def test_scheduler_of_an_optimizer_outside_the_fit_is_left_alone():
