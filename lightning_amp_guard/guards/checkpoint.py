@@ -12,15 +12,13 @@ from lightning_amp_guard.arguments.checks import flag
 from lightning_amp_guard.arguments.named import names_its_class
 from lightning_amp_guard.errors import ScalerStateError
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
+from lightning_amp_guard.guards.saved_scaler import restore_scaler
 from lightning_amp_guard.outcome import StepTally
-from lightning_amp_guard.scale_policy import float32
 from lightning_amp_guard.state import (
-    SCALER_KEYS,
     damaged,
     is_count,
     is_dict,
     read,
-    read_scaler_state,
     read_tally,
 )
 from lightning_amp_guard.step.attempt import AttemptEngine
@@ -141,7 +139,7 @@ class ScalerCheckpointCore(GuardCore):
         if not isinstance(found, Mapping):
             raise damaged("scaler", found, "a dict")
         if "format" not in found and not any(part in found for part in _PARTS):
-            self._restore_scaler(host, found)
+            restore_scaler(host, found)
             return
         version = read(found, "format", is_count, f"the format's number, {FORMAT}")
         if version != FORMAT:
@@ -170,7 +168,7 @@ class ScalerCheckpointCore(GuardCore):
             if switched is not None:
                 self._restore_switch(host, switched)
             else:
-                self._restore_scaler(host, scaler)
+                restore_scaler(host, scaler)
         except ScalerStateError:
             self._load_gates(host, before)  # those that were sound were taken up by then
             raise
@@ -199,30 +197,6 @@ class ScalerCheckpointCore(GuardCore):
                 f" (`on_limit`): this run goes on in it, not in {host.precision!r}."
             )
         host.fall_back(precision)
-
-    @staticmethod
-    def _restore_scaler(host: Host, five: Any) -> None:
-        if five is None or host.scaler is None:
-            have, need = ("a scale", "none") if five else ("no scale", "one")
-            if bool(five) != (host.scaler is not None):
-                host.info(
-                    f"The checkpoint holds {have} and this run's precision needs {need}:"
-                    " weights, optimizers and schedules resume, the scale does not."
-                )
-            return
-        state = read_scaler_state(five)
-        before = host.scaler.state_dict()
-        host.scaler.load_state_dict(state)
-        differ = [
-            f"{k}={state[k]} (not {before[k]})" for k in SCALER_KEYS[1:4] if state[k] != before[k]
-        ]
-        settings = host.scaler.policy.settings
-        if not settings.dynamic and state["scale"] != settings.init_scale:
-            differ.append(f"scale={state['scale']}, where it stays (not {settings.init_scale})")
-        if host.scaler.get_scale() != float32(state["scale"]):
-            differ.append(f"scale={state['scale']} moved to the bound {host.scaler.get_scale()}")
-        if differ:
-            host.info("Resumed with the checkpoint's scaler settings: " + ", ".join(differ) + ".")
 
 
 def _inside_batch(host: Host) -> bool:

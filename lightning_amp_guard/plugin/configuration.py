@@ -91,10 +91,11 @@ class Configuration:
         """Refuse to be taken for a callback, which Lightning asks for this name first.
 
         Raises:
-            MisconfigurationException: Always.
+            MisconfigurationException: Always; an `AttributeError` as well, for those who only ask
+                whether there is such an attribute.
         """
-        name = self._name()
-        raise self.fail(
+        name, kinds = self._name(), (type(self.fail("")), AttributeError)
+        raise type(kinds[0].__name__, kinds, {})(
             f"`Trainer(callbacks=[{name}()])`: `{name}` is a precision plugin, not a callback."
             f" Expected it among the plugins. Write `Trainer(plugins=[{name}()])`."
         )

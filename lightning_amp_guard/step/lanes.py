@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.scaler import read_flags
 
-__all__ = ["Cell", "Lane", "Stage"]
+__all__ = ["Cell", "Lane", "Stage", "shared_by"]
 
 _KEPT_LOSSES = 64  # then they are folded into one flag, so that long windows keep no memory
 
@@ -147,3 +148,15 @@ class Lane:
         """The scale that the gradients carried when they were unscaled."""
         cells = [cell for cell in self.cells if cell.has_gradients()] or self.cells
         return max((cell.scale for cell in cells), default=1.0)
+
+
+def shared_by(lanes: Iterable[Lane]) -> dict[tuple[int, ...], list[Tensor]]:
+    """Return the parameters by the optimizers that train them. Host sync: none."""
+    owners: dict[Tensor, tuple[int, ...]] = {}
+    for lane in lanes:
+        for param in _upstream.all_params(lane.optimizer.param_groups):
+            owners[param] = (*owners.get(param, ()), lane.idx)
+    groups: dict[tuple[int, ...], list[Tensor]] = {}
+    for param, idxs in owners.items():
+        groups.setdefault(idxs, []).append(param)
+    return groups

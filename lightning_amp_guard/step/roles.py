@@ -3,12 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from lightning_amp_guard.step.lanes import Cell, Lane
 
-__all__ = ["Reopens", "Verifier", "Witness"]
+__all__ = ["PassListener", "Reopens", "Verifier", "Witness"]
+
+
+class PassListener(Protocol):
+    """Who follows what the gradients of each cell are made of."""
+
+    def before_pass(self, cell: Cell) -> None:
+        """Learn that a backward pass may add to the gradients there are, before they are touched."""
+
+    def after_pass(self, cell: Cell) -> None:
+        """Learn that a backward pass has reached the cell."""
+
+    def inherited(self, cell: Cell, before: Sequence[Cell]) -> None:
+        """Learn that `cell` goes on from other cells."""
 
 
 class Verifier(Protocol):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_amp_guard import _upstream
 from lightning_amp_guard.scaler import SkipAwareGradScaler
-from lightning_amp_guard.step.lanes import Cell, Lane, Stage
+from lightning_amp_guard.step.lanes import Cell, Lane, Stage, shared_by
+from lightning_amp_guard.step.roles import PassListener
 
-__all__ = ["GradientWindows", "PassListener"]
-
-
-class PassListener(Protocol):
-    """Who follows what the gradients of each cell are made of."""
-
-    def before_pass(self, cell: Cell) -> None:
-        """Learn that a backward pass may add to the gradients there are, before they are touched."""
-
-    def after_pass(self, cell: Cell) -> None:
-        """Learn that a backward pass has reached the cell."""
-
-    def inherited(self, cell: Cell, before: Sequence[Cell]) -> None:
-        """Learn that `cell` goes on from other cells."""
+__all__ = ["GradientWindows"]
 
 
 class GradientWindows:
@@ -91,13 +79,7 @@ class GradientWindows:
         if known == self._known:
             return
         self._known = known
-        owners: dict[Tensor, tuple[int, ...]] = {}
-        for lane in self.lanes:
-            for param in _upstream.all_params(lane.optimizer.param_groups):
-                owners[param] = (*owners.get(param, ()), lane.idx)
-        groups: dict[tuple[int, ...], list[Tensor]] = {}
-        for param, idxs in owners.items():
-            groups.setdefault(idxs, []).append(param)
+        groups = shared_by(self.lanes)
         self.cells = [self._cell(params) for params in groups.values()]
         for lane in self.lanes:
             lane.cells = [c for c, idxs in zip(self.cells, groups, strict=True) if lane.idx in idxs]
