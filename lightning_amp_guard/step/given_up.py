@@ -31,8 +31,8 @@ class GivenUp:
     Torch's `update()` answers what was unscaled, stepped or not; so does this. What was never
     unscaled nobody has checked: after such a pass the rest of its window and the next one are checked
     after their backward passes, at the cost of one walk over the gradients each, in automatic
-    optimization alone (by hand,
-    zeroing the by-products of another optimizer's backward pass is everyday business).
+    optimization alone (by hand, zeroing the by-products of another optimizer's backward pass is
+    everyday business).
 
     Args:
         settings: The plugin's checked settings.
