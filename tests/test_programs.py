@@ -476,7 +476,7 @@ SHAPES = pytest.mark.parametrize(("n", "shared"), [(2, False), (3, False), (2, T
 
 @pytest.mark.timeout(300)  # a failure takes its time to shrink
 @SHAPES
-@settings(PROGRAMS, max_examples=100, derandomize=True)
+@settings(PROGRAMS, max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_program_equals_float32_without_the_skipped_updates(n, shared, data):
     assert_equal_to_reference(data.draw(programs(n, shared)))

@@ -178,7 +178,7 @@ ROWS = [
 CELLS = ["second", "1.000", "0.50", "2.000", "1.500 to 3.000", "0", "10", "1.00", "300", "-0.500"]
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, FROM_START, WARM, WARM + 1, WARM + 2])
+@pytest.mark.parametrize("fails_at", [0, FROM_START, WARM + 1])
 def test_an_arm_that_fails_while_it_is_counted_leaves_no_instrument_running(fails_at):
     class Failing(Arm):
         def run(self, job):
