@@ -52,7 +52,7 @@ def run_view(run: MonitoredRun, lost_scaler: str = "") -> RunView:
 
 def _help(culprit: Culprit, source: Source) -> tuple[str, str] | None:
     """Return cause and change where float32 for the module would not help."""
-    if culprit.path is not None or not (culprit.module or culprit.parameters or culprit.buffers):
+    if culprit.path is not None:
         return None
     if culprit.parameters and source.native is None and source.scaler is None:
         return None  # nothing held NaN gradients back: the weights are not the beginning

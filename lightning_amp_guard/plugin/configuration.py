@@ -115,6 +115,20 @@ class Configuration:
         """Warn with `AmpGuardWarning` on rank 0."""
         rank_zero_warn(message, category=AmpGuardWarning)
 
+    def refuse_without_trainer(self, module: Any) -> None:
+        """Refuse Lightning Fabric, which has no loop that the plugin could follow.
+
+        Raises:
+            MisconfigurationException: The module cannot belong to a Trainer.
+        """
+        if not hasattr(type(module), "trainer"):
+            raise self.fail(
+                f"`{self._name()}`: the module {type(module).__name__} is no `LightningModule`."
+                " Expected one, set up by a `Trainer`: Lightning Fabric has no loop for the plugin to"
+                f" follow. Write `Trainer(plugins=[{self._name()}()])`, or leave the plugin out of"
+                " `Fabric`."
+            )
+
     def resolve(self, trainer: Any) -> None:
         """Settle what depends on the run: the device, and what "auto" means on it.
 

@@ -91,6 +91,7 @@ class LifeCycle(Configuration):
 
     def convert_module(self, module: Any) -> Any:
         """Learn the module and put `fp32_modules` in force, for every Trainer function."""
+        self.refuse_without_trainer(module)
         self.module, self.trainer = module, module.trainer
         self.resolve(self.trainer)
         self._remove_scopes()

@@ -282,12 +282,15 @@ class Root(nn.Module):
         (
             "16-mixed",
             False,
-            "root of zero, or exceeds 65504 in float16. Compute it in float32: `loss_fn(x.float())`",
+            "root of zero, or exceeds 65504 in float16. Keep what is divided by, and logarithms and"
+            " roots, away from zero: `x.clamp(min=1e-6)`; and compute it in float32:"
+            " `loss_fn(x.float())`",
         ),
         (
             "bf16-mixed",
             False,
-            "with its 8 bits, makes zero. Compute it in float32: `loss_fn(x.float())`",
+            "with its 8 bits, makes zero. Keep what is divided by, and logarithms and roots, away"
+            " from zero: `x.clamp(min=1e-6)`; and compute it in float32: `loss_fn(x.float())`",
         ),
         *[
             (

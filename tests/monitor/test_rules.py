@@ -1048,6 +1048,15 @@ def test_losses_that_stay_bad_are_told_at_the_third_that_was_applied():
     assert codes(view(rows[:-1], FP32, **KNOWN)) == []
 
 
+@pytest.mark.parametrize("facts", [SAFE, BF16])
+def test_bad_losses_with_finite_gradients_are_to_be_found_not_skipped(facts):
+    rows = [row(0), *[bad(i, True) for i in range(1, 4)]]
+    finding = only(view(rows, facts, culprit="the step of Net"), "AMP103")
+    assert finding.title == "non-finite losses go on"
+    assert "passes finite gradients on" in finding.cause
+    assert finding.remedy == "Find the operation: `locate_nonfinite(module, batch)`"
+
+
 def test_attempts_whose_loss_nobody_knows_do_not_end_a_streak_of_bad_ones():
     rows = [bad(i, True) if i % 10 == 0 else row(i, loss=None) for i in range(1, 31)]
     says(only(view(rows, FP32, **KNOWN), "AMP103"), "3 of 21", "from attempt 10 on")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -84,3 +85,16 @@ def test_plugin_among_the_callbacks_is_refused_with_the_line_to_write(kind):
     with pytest.raises(MisconfigurationException, match=r"Trainer\(plugins=\[") as error:
         Trainer(callbacks=[kind()], accelerator="cpu", logger=False)
     assert f"`Trainer(callbacks=[{kind.__name__}()])`" in str(error.value)
+
+
+def test_fabric_is_refused_with_the_reason():
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[SafeAMP()])
+    model = torch.nn.Linear(4, 1)
+    with pytest.raises(MisconfigurationException) as caught:
+        fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for part in (
+        "the module Linear is no `LightningModule`",
+        "Fabric has no loop",
+        "Write `Trainer(",
+    ):
+        assert part in str(caught.value)

@@ -184,7 +184,10 @@ class Culprit:
             return "Leave the conversion out: `x.float()`."
         if self.computes_in is torch.float32:
             return "Keep its inputs away from there: `x.clamp(min=1e-6)`."
-        return "Compute it in float32: `loss_fn(x.float())`."
+        return (
+            "Keep what is divided by, and logarithms and roots, away from zero:"
+            " `x.clamp(min=1e-6)`; and compute it in float32: `loss_fn(x.float())`."
+        )
 
     def _who(self) -> str:
         if self.module:

@@ -75,15 +75,29 @@ def overflows_go_on(view: RunView) -> Finding | None:
         return None
     rows = lanes[found[-1].optimizer]
     title, cause, fallback = _why_overflows(view, found[-1])
-    remedy = ("Run that module in float32: " if view.culprit_path else fallback) + change(view)
+    remedy = "Run that module in float32: " if view.culprit_path else fallback
+    if view.culprit_path or not _harmless(view, found[-1]):
+        remedy += change(view)
     if view.culprit_help is not None:
         cause, remedy = view.culprit_help
     evidence = describe_skips(found, rows, view.facts) + first_nonfinite(view)
     return Finding("AMP103", title, evidence, cause, remedy)
 
 
+def _harmless(view: RunView, last: Row) -> bool:
+    """Return whether a bad loss had finite gradients: then no step is skipped, and none can raise."""
+    return is_ours(view.facts) and last.applied
+
+
 def _why_overflows(view: RunView, last: Row) -> tuple[str, str, str]:
     """Return title, cause, and what to do where no module is known."""
+    if _harmless(view, last):
+        return (
+            "non-finite losses go on",
+            "an operation is undefined for what it gets (a division by zero, a root or logarithm of 0)"
+            " or overflows, in a part of the loss that passes finite gradients on; updates are applied",
+            "Find the operation: `locate_nonfinite(module, batch)`",
+        )
     if view.facts.scaling and has_bad_loss(last):
         return (
             "overflows go on",
