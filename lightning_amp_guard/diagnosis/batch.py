@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_amp_guard.diagnosis.arguments import check_batch
 from lightning_amp_guard.diagnosis.leaves import as_text, is_array, leaves_of
 
-__all__ = ["BadField", "BatchReport", "scan", "scan_batch"]
+__all__ = ["BadField", "BatchReport", "bad_fields", "scan", "scan_batch"]
 
 _SHOWN = 10
 _NEVER = 2**62  # stands for "no bad sample"
@@ -150,6 +150,12 @@ def scan(batch: Any) -> BatchReport:
         if counts[0] or counts[2]:
             fields.append(_field(as_text(path), value, counts))
     return BatchReport(tuple(fields), len(seen))
+
+
+def bad_fields(batch: Any) -> str:
+    """Return in words what `scan` finds; "" for nothing."""
+    report = scan(batch)
+    return str(report) if report else ""
 
 
 def _field(path: str, value: Any, counts: Sequence[int]) -> BadField:

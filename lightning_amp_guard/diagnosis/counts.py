@@ -16,6 +16,7 @@ from lightning_amp_guard import _upstream
 __all__ = [
     "EXPONENTS",
     "KINDS",
+    "LEAST_ORDINARY_SCALE",
     "checked_scale",
     "exponent_counts",
     "numbers_in",
@@ -23,6 +24,9 @@ __all__ = [
     "range_counts",
     "stored",
 ]
+
+# Gradients that overflow float16 at this scale exceed 65504 / 16 = 4096: no calibration any more.
+LEAST_ORDINARY_SCALE = 16.0
 
 KINDS = ("zero", "subnormal", "normal", "overflow", "nan")
 # Exponents floor(log2 |x|) that `exponent_counts` tells apart; float32 has -149 to 127.

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_amp_guard.arguments.named import names_its_class
-from lightning_amp_guard.diagnosis.batch import scan
+from lightning_amp_guard.diagnosis.batch import bad_fields
 from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.guards._base import Guard, GuardCore, Host
 from lightning_amp_guard.guards.trouble import Trouble, outlasts
@@ -111,7 +111,7 @@ class NonFiniteLocatorCore(GuardCore):
 
     def _judge_batch(self, host: Host, trouble: Trouble, batch: Any) -> None:
         """Look into the batches of the window that has just been skipped, and of the next."""
-        self.bad_batch = _first_known(host, trouble.scanned or _bad_fields(batch))
+        self.bad_batch = _first_known(host, trouble.scanned or bad_fields(batch))
         trouble.scanned = ""
         if not trouble.scanning:
             trouble.scanning = True
@@ -119,7 +119,7 @@ class NonFiniteLocatorCore(GuardCore):
 
     def _see_next_batch(self, batch: Any) -> None:
         if self._trouble is not None and self.host is not None:
-            self._trouble.scanned = self._trouble.scanned or _bad_fields(batch)
+            self._trouble.scanned = self._trouble.scanned or bad_fields(batch)
             self.host.hear("batch", self._see_next_batch)  # the plugin asks once
 
     # ------------------------------------------------------------------ what is said
@@ -178,11 +178,6 @@ class NonFiniteLocatorCore(GuardCore):
         told = key in self._told
         self._told.add(key)
         return not told
-
-
-def _bad_fields(batch: Any) -> str:
-    report = scan(batch)
-    return str(report) if report else ""
 
 
 def _in_batch(report: str) -> str:

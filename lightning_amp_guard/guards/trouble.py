@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_amp_guard.diagnosis.counts import LEAST_ORDINARY_SCALE
 from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.guards._base import Host
 from lightning_amp_guard.outcome import StepOutcome
 
 __all__ = ["Trouble", "outlasts"]
 
-# Gradients that overflow float16 at this scale exceed 65504 / 16 = 4096: no calibration any more.
-_LEAST_ORDINARY_SCALE = 16.0
 _ORDINARY_SKIPS = 24  # from 2**24 down to 16 it takes 20
 _ALIKE = 2  # watched steps in a row with one culprit that no smaller scale would mend
 
@@ -42,7 +41,7 @@ def outlasts(host: Host, trouble: Trouble, culprit: Culprit, outcome: StepOutcom
     """Return whether the search for a scale does not explain the skips."""
     borne = 0 if host.scaler is None else host.scaler.policy.settings.hysteresis - 1
     return (
-        outcome.scale <= _LEAST_ORDINARY_SCALE
+        outcome.scale <= LEAST_ORDINARY_SCALE
         or trouble.unmoved > borne + 1
         or trouble.skips > _ORDINARY_SKIPS
         or (trouble.alike >= _ALIKE and not culprit.may_be_overflow)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from lightning_amp_guard.arguments.settings import ScaleSettings
+from lightning_amp_guard.diagnosis.counts import LEAST_ORDINARY_SCALE
 from lightning_amp_guard.outcome import SkipReason, StepOutcome, StepTally
 
 __all__ = [
@@ -43,8 +44,6 @@ LOG_KEYS = (
     "amp/process_rss_mib",
 )
 
-# Gradients that overflow float16 below this scale exceed 65504 / 16 = 4096: no calibration any more.
-_LEAST_ORDINARY_SCALE = 16.0
 _SHARE_OVER = 100
 _SHARE_ALLOWED = 0.1
 
@@ -76,7 +75,7 @@ def search_skips(scales: Sequence[float], backoff_factor: float) -> int:
         >>> search_skips((2.0**14, 2.0**24), 0.5), search_skips((1.0, 64.0), 0.5)
         (10, 2)
     """
-    low, high = max(scales[0], _LEAST_ORDINARY_SCALE), scales[1]
+    low, high = max(scales[0], LEAST_ORDINARY_SCALE), scales[1]
     if not low < high < math.inf:
         return 0
     return math.ceil(math.log(low / high) / math.log(backoff_factor) - 1e-9)
@@ -197,7 +196,7 @@ class SkipWatch:
         if outcome.attempt != skips.last + 1:
             skips.in_a_row = 0
         skips.last = outcome.attempt
-        if _LEAST_ORDINARY_SCALE <= outcome.next_scale < skips.low:
+        if LEAST_ORDINARY_SCALE <= outcome.next_scale < skips.low:
             skips.low = outcome.next_scale
             return None
         skips.in_a_row += 1

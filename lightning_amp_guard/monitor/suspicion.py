@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_amp_guard.diagnosis.batch import scan
+from lightning_amp_guard.diagnosis.batch import bad_fields
 from lightning_amp_guard.diagnosis.watch import Culprit, NonFiniteWatch
 from lightning_amp_guard.monitor.records import WINDOW
 from lightning_amp_guard.outcome import SkipReason, StepOutcome
@@ -83,7 +83,7 @@ class Suspicion:
     def see_batch(self, batch: Any) -> None:
         """Look into a micro-batch before its step, if armed: a window has several."""
         if self._watch is not None and not self._scanned:
-            self._scanned = _bad_fields(batch)
+            self._scanned = bad_fields(batch)
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at a loss before its backward pass, if armed. Host sync: none."""
@@ -125,7 +125,7 @@ class Suspicion:
             self._follow(optimizer_idx, True)
 
     def _look_into(self, batch: Any, idx: int, attempt: int, known: str | None) -> None:
-        found = known if known is not None else self._scanned or _bad_fields(batch)
+        found = known if known is not None else self._scanned or bad_fields(batch)
         if found:
             self.bad_batch = found
             if (idx, attempt) not in self._bad_attempts:
@@ -156,11 +156,6 @@ class Suspicion:
         elif self._watch is None:
             self._culprit = None
             self._watch = NonFiniteWatch(self.module, self.precision).install()
-
-
-def _bad_fields(batch: Any) -> str:
-    report = scan(batch)
-    return str(report) if report else ""
 
 
 def _is_bad(value: float | None) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -131,6 +131,12 @@ class Lane:
     def gradients(self) -> list[Tensor]:
         """Return the gradients there are."""
         return [p.grad for cell in self.cells for p in cell.params if p.grad is not None]
+
+    def add_flags(self, flags: Mapping[torch.device, Tensor]) -> None:
+        """Take down what a check has found, beside what others found. Host sync: none."""
+        for device, flag in flags.items():
+            known = self.flags.get(device)
+            self.flags[device] = flag if known is None else known + flag
 
     def note_finite(self) -> None:
         """Note which gradients are finite, before clipping changes them. Host sync: none."""

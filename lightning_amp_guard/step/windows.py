@@ -175,9 +175,7 @@ class GradientWindows:
             flags = self.scaler.check_(cell, scaled=self.scaling and cell.scaled)
             cell.flags = cell.unanswered = list(flags.values())
             cell.agreed = False
-            for device, flag in flags.items():
-                known = lane.flags.get(device)
-                lane.flags[device] = flag if known is None else known + flag
+            lane.add_flags(flags)
             cell.scaled = False
         lane.stage = Stage.UNSCALED
         self.scaler.note_unscaled(lane.optimizer, lane.flags)
@@ -191,9 +189,7 @@ class GradientWindows:
         for cell in lane.cells:
             if not _upstream.moved_since(cell.params, cell.marks):
                 continue
-            for device, flag in self.scaler.multiply_held_(cell, 1.0).items():
-                known = lane.flags.get(device)
-                lane.flags[device] = flag if known is None else known + flag
+            lane.add_flags(self.scaler.multiply_held_(cell, 1.0))
             cell.mark()
 
     def note_unscaled(self, lane: Lane) -> None:

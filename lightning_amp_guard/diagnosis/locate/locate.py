@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 
 from lightning_amp_guard.diagnosis.arguments import check_positive, check_step
+from lightning_amp_guard.diagnosis.counts import LEAST_ORDINARY_SCALE
 from lightning_amp_guard.diagnosis.locate.blame import blamed, described
 from lightning_amp_guard.diagnosis.locate.finding import NonFiniteReport
 from lightning_amp_guard.diagnosis.locate.float32 import EVERY
@@ -20,7 +21,6 @@ from lightning_amp_guard.diagnosis.locate.prepare import (
     uncompiled,
 )
 from lightning_amp_guard.diagnosis.locate.remedies import (
-    LEAST_ORDINARY_SCALE,
     Facts,
     explain,
     is_ordinary,

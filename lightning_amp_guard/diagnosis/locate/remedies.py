@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from lightning_amp_guard.diagnosis.counts import LEAST_ORDINARY_SCALE
 from lightning_amp_guard.diagnosis.locate.trace import Origin
 
-__all__ = ["LEAST_ORDINARY_SCALE", "Facts", "explain", "is_ordinary"]
-
-# Below this a smaller scale is no ordinary calibration: what float16 can hold is too little.
-LEAST_ORDINARY_SCALE = 16.0
+__all__ = ["Facts", "explain", "is_ordinary"]
 
 # What each family of operators does at the edge of its domain, and how it is written safely.
 _FORMULAS = {

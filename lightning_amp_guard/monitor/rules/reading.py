@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+from lightning_amp_guard.diagnosis.counts import LEAST_ORDINARY_SCALE
 from lightning_amp_guard.monitor.records import Row, RunFacts, RunView
 from lightning_amp_guard.outcome import SkipReason
 from lightning_amp_guard.plugin.fp32_scope import with_module
@@ -33,8 +34,6 @@ __all__ = [
     "unexplained_losses",
 ]
 
-# Gradients that overflow float16 below this scale exceed 65504 / 16 = 4096: no calibration any more.
-_LEAST_ORDINARY_SCALE = 16.0
 # As the monitor's `warn_after`: the search for a scale explains none of the skips counted here.
 _STREAK = 8
 _LOST = 3  # known losses in a row that were inf or NaN and applied: the weights are lost
@@ -121,7 +120,7 @@ def unexplained(rows: Sequence[Row], facts: RunFacts) -> list[Row]:
     for row in skips:
         if row.reason == SkipReason.NONFINITE_GRADIENTS.name and facts.scaling:
             low = min(low, row.scale)
-            if _LEAST_ORDINARY_SCALE <= row.next_scale < low:
+            if LEAST_ORDINARY_SCALE <= row.next_scale < low:
                 low = row.next_scale
                 continue
             if row.next_scale == row.scale and row.scale in left:
